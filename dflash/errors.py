@@ -1,0 +1,35 @@
+"""Named errors and the one place where a command turns them into a line and an exit code."""
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+
+class DFlashError(Exception):
+    """A failure the user can act on; the message says what was found, what was expected and what to do."""
+
+    exit_code = 1
+
+
+class UsageError(DFlashError):
+    """The command was called wrongly."""
+
+    exit_code = 2
+
+
+class NotValidError(DFlashError):
+    """Something was measured, but a check failed, so the number must not be believed."""
+
+    exit_code = 3
+
+
+def run_cli(app: Callable[[], Any]) -> None:
+    """Run a command-line ``app``; a :class:`DFlashError` becomes one line on stderr and its exit code."""
+    try:
+        app()
+    except DFlashError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)

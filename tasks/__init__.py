@@ -1,0 +1,1 @@
+"""What is done to hosts: inventory, gate, connections, relay, remote evaluation, lab."""

@@ -1,0 +1,13 @@
+"""The guard's refusal, shared by every module that can meet it."""
+
+from dflash.errors import DFlashError
+
+
+class Refused(DFlashError):
+    """The guard refused an action on a protected host; nothing was done there."""
+
+    exit_code = 77
+
+    def __init__(self, message: str, *, request_id: str | None = None) -> None:
+        super().__init__(message)
+        self.request_id = request_id

@@ -1,0 +1,1 @@
+"""Fixtures: the local lab."""

@@ -1,0 +1,1 @@
+"""Fixtures: the tiny target and drafter pairs."""
