@@ -1,0 +1,141 @@
+"""The pump between two processes, and the sender's half of what ``deploy/relay/receiver.py`` speaks."""
+
+import fcntl
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.resources import files
+from typing import Any
+
+from dflash.errors import DFlashError
+from tasks.process import Popen
+
+PIPE_BYTES = 1 << 20
+PROGRESS_SECONDS = 0.1
+
+Progress = Callable[[int, int], None]
+
+
+class TransferError(DFlashError):
+    """A file did not get across; nothing is under its final name."""
+
+
+class SourceEndedError(TransferError):
+    """The source stopped before it had sent what it announced; the caller knows why."""
+
+
+class SinkClosedError(TransferError):
+    """The destination stopped reading; its reply or its exit code says why."""
+
+
+class ReceiverError(TransferError):
+    """The receiver refused or failed, or its process ended; the message holds its own words."""
+
+
+def pump(source: int, sink: int, length: int, *, progress: Progress | None = None) -> str:
+    """Move ``length`` bytes from one descriptor to another and return their sha256 as hex.
+
+    Memory is one buffer of 1 MiB, whatever the length. Both descriptors should be pipes: theirs are widened to 1 MiB,
+    so that the process on either side goes on while this one hashes. ``progress`` is called with (bytes done,
+    ``length``) ten times a second and at the end. Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
+    """
+    _widen(source)
+    _widen(sink)
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(PIPE_BYTES))
+    done, reported = 0, time.monotonic()
+    while done < length:
+        count = os.readv(source, [buffer[: length - done]])
+        if not count:
+            raise SourceEndedError(f"the source stopped after {done} of {length} bytes")
+        _write(sink, buffer[:count])
+        digest.update(buffer[:count])
+        done += count
+        if progress is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
+            progress(done, length)
+            reported = time.monotonic()
+    if progress is not None:
+        progress(length, length)
+    return digest.hexdigest()
+
+
+class Receiver:
+    """One file on its way into a destination: :meth:`open`, then bytes into :attr:`sink`, then :meth:`commit`.
+
+    ``process`` runs :func:`receiver_argv` with pipes as stdin and stdout; ``place`` names the destination in messages;
+    ``diagnosis`` returns what the process said on stderr. Ending without :meth:`commit` leaves nothing over there.
+    """
+
+    def __init__(self, process: Popen[bytes], place: str, diagnosis: Callable[[], str]) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
+        self._place, self._diagnosis = place, diagnosis
+
+    @property
+    def sink(self) -> int:
+        return self._stdin.fileno()
+
+    def open(self, path: str, size: int) -> None:
+        """Have ``size`` bytes reserved for ``path``; a destination that cannot take the file says so here."""
+        self._send({"path": path, "size": size})
+        self._reply()
+
+    def commit(self, sha256: str) -> str:
+        """Have the file put under its final name and return the receiver's own sha256, which is the same."""
+        self._send({"sha256": sha256})
+        received = str(self._reply()["sha256"])
+        if received != sha256:
+            raise ReceiverError(f"{self._place}: the receiver stored sha256 {received}, but {sha256} was sent")
+        if code := self._process.wait():
+            raise self._ended(code)
+        return received
+
+    def failure(self) -> ReceiverError:
+        """Return why the receiver stopped: its last reply, else its stderr and exit code."""
+        try:
+            self._reply()
+        except ReceiverError as error:
+            return error
+        return self._ended(self._process.wait())
+
+    def _send(self, fields: dict[str, Any]) -> None:
+        try:
+            _write(self.sink, memoryview(json.dumps(fields).encode("ascii") + b"\n"))
+        except SinkClosedError:
+            raise self.failure() from None
+
+    def _reply(self) -> dict[str, Any]:
+        line = self._stdout.readline()
+        try:
+            reply: dict[str, Any] = json.loads(line)
+        except ValueError:
+            raise self._ended(self._process.wait(), line) from None
+        if not reply.get("ok"):
+            raise ReceiverError(f"{self._place}: {reply.get('message', 'the receiver failed')}")
+        return reply
+
+    def _ended(self, code: int, line: bytes = b"") -> ReceiverError:
+        said = self._diagnosis() or line.decode("utf-8", "replace").strip() or "it said nothing"
+        return ReceiverError(f"{self._place}: the receiver ended with exit code {code}: {said}")
+
+
+def receiver_argv() -> list[str]:
+    """Return the command of the destination: the receiver's source, run by that host's own Python without its site."""
+    return ["python3", "-IS", "-c", files("deploy").joinpath("relay", "receiver.py").read_text(encoding="utf-8")]
+
+
+def _write(sink: int, chunk: memoryview) -> None:
+    try:
+        while chunk:
+            chunk = chunk[os.write(sink, chunk) :]
+    except BrokenPipeError:
+        raise SinkClosedError("the destination stopped reading") from None
+
+
+def _widen(pipe: int) -> None:
+    with suppress(OSError):  # not a pipe, or the user's pipe pages are used up: slower, not wrong
+        fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, PIPE_BYTES)

@@ -1,0 +1,140 @@
+"""The pump between local processes, and the sender against the real receiver."""
+
+import hashlib
+import os
+import sys
+import tracemalloc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tasks import process
+from tasks.process import PIPE, Popen
+from tasks.transfer import (
+    PIPE_BYTES,
+    Receiver,
+    ReceiverError,
+    SinkClosedError,
+    SourceEndedError,
+    pump,
+    receiver_argv,
+)
+
+
+def source_of(script: str) -> Popen[bytes]:
+    return process.start([sys.executable, "-c", script], stdout=PIPE)
+
+
+def descriptor(stream: object) -> int:
+    return stream.fileno()  # type: ignore[attr-defined,no-any-return]
+
+
+@pytest.fixture
+def running() -> Iterator[list[Popen[bytes]]]:
+    processes: list[Popen[bytes]] = []
+    yield processes
+    for child in processes:
+        for stream in (child.stdin, child.stdout):
+            if stream is not None:
+                stream.close()
+        child.wait()
+
+
+@pytest.mark.parametrize("length", [0, 1, 65_537, PIPE_BYTES, 3 * PIPE_BYTES + 17])
+def test_pump_moves_every_byte_and_hashes_it(length: int, tmp_path: Path, running: list[Popen[bytes]]) -> None:
+    content = os.urandom(length)
+    (tmp_path / "in").write_bytes(content)
+    with (tmp_path / "in").open("rb") as opened, (tmp_path / "out").open("wb") as written:
+        reader = process.start(["cat"], stdin=opened, stdout=PIPE)
+        writer = process.start(["cat"], stdin=PIPE, stdout=written)
+        running += [reader, writer]
+        digest = pump(descriptor(reader.stdout), descriptor(writer.stdin), length)
+        writer.stdin.close()  # type: ignore[union-attr]
+        assert (reader.wait(), writer.wait()) == (0, 0)
+    assert (tmp_path / "out").read_bytes() == content
+    assert digest == hashlib.sha256(content).hexdigest()
+
+
+def test_pump_takes_no_byte_beyond_the_length(running: list[Popen[bytes]]) -> None:
+    reader = source_of("import sys; sys.stdout.write('x' * 100 + 'rest')")
+    writer = process.start(["cat"], stdin=PIPE, stdout=PIPE)
+    running += [reader, writer]
+    pump(descriptor(reader.stdout), descriptor(writer.stdin), 100)
+    assert reader.stdout is not None
+    assert reader.stdout.read() == b"rest"
+
+
+def test_pump_names_how_far_a_source_came(running: list[Popen[bytes]]) -> None:
+    reader = source_of("import sys; sys.stdout.write('x' * 100)")
+    writer = process.start(["cat"], stdin=PIPE, stdout=process.DEVNULL)
+    running += [reader, writer]
+    with pytest.raises(SourceEndedError, match="after 100 of 101 bytes"):
+        pump(descriptor(reader.stdout), descriptor(writer.stdin), 101)
+
+
+def test_pump_notices_a_sink_that_is_gone(running: list[Popen[bytes]]) -> None:
+    reader = process.start(["cat", "/dev/zero"], stdout=PIPE)
+    writer = process.start(["true"], stdin=PIPE)
+    running += [reader, writer]
+    with pytest.raises(SinkClosedError):
+        pump(descriptor(reader.stdout), descriptor(writer.stdin), 1 << 30)
+
+
+def test_progress_ends_at_the_length(running: list[Popen[bytes]]) -> None:
+    reader = process.start(["head", "-c", "5000000", "/dev/zero"], stdout=PIPE)
+    writer = process.start(["cat"], stdin=PIPE, stdout=process.DEVNULL)
+    running += [reader, writer]
+    seen: list[tuple[int, int]] = []
+    pump(
+        descriptor(reader.stdout),
+        descriptor(writer.stdin),
+        5_000_000,
+        progress=lambda done, total: seen.append((done, total)),
+    )
+    assert seen[-1] == (5_000_000, 5_000_000)
+    assert seen == sorted(seen)
+
+
+def test_pump_memory_does_not_grow_with_the_length(running: list[Popen[bytes]]) -> None:
+    peaks = []
+    for length in (8 * PIPE_BYTES, 128 * PIPE_BYTES):
+        reader = process.start(["head", "-c", str(length), "/dev/zero"], stdout=PIPE)
+        writer = process.start(["cat"], stdin=PIPE, stdout=process.DEVNULL)
+        running += [reader, writer]
+        tracemalloc.start()
+        pump(descriptor(reader.stdout), descriptor(writer.stdin), length)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert max(peaks) < 2 * PIPE_BYTES
+
+
+def open_receiver(running: list[Popen[bytes]]) -> Receiver:
+    child = process.start(receiver_argv(), stdin=PIPE, stdout=PIPE)
+    running.append(child)
+    return Receiver(child, "here", lambda: "")
+
+
+def test_sender_and_receiver_agree(tmp_path: Path, running: list[Popen[bytes]]) -> None:
+    content = os.urandom(3 * PIPE_BYTES + 5)
+    (tmp_path / "in").write_bytes(content)
+    receiver = open_receiver(running)
+    receiver.open(str(tmp_path / "new" / "out"), len(content))
+    with (tmp_path / "in").open("rb") as source:
+        digest = pump(source.fileno(), receiver.sink, len(content))
+    assert not (tmp_path / "new" / "out").exists()
+    assert receiver.commit(digest) == hashlib.sha256(content).hexdigest()
+    assert (tmp_path / "new" / "out").read_bytes() == content
+
+
+def test_receiver_refusal_reaches_the_sender(tmp_path: Path, running: list[Popen[bytes]]) -> None:
+    with pytest.raises(ReceiverError, match=r"here: .* is a directory: give the file's full name"):
+        open_receiver(running).open(str(tmp_path), 1)
+
+
+def test_receiver_that_never_spoke_is_diagnosed(running: list[Popen[bytes]]) -> None:
+    child = process.start(["sh", "-c", "exit 255"], stdin=PIPE, stdout=PIPE)
+    running.append(child)
+    receiver = Receiver(child, "ct129", lambda: "Host key verification failed.")
+    with pytest.raises(ReceiverError, match="ct129: .* exit code 255: Host key verification failed"):
+        receiver.open("/x", 1)
