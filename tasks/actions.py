@@ -80,7 +80,7 @@ def _verbs(verbs: tuple[Verb, ...]) -> tuple[Verb, ...]:
     return tuple(sorted(set(verbs)))
 
 
-Path = Annotated[str, AfterValidator(normalise_path)]
+AbsolutePath = Annotated[str, AfterValidator(normalise_path)]
 
 
 class ReadGrant(BaseModel):
@@ -95,8 +95,8 @@ class ReadGrant(BaseModel):
     host: str
     host_keys: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_fingerprints)]
     """SHA256 fingerprints of every key the host may show: this is who the host is."""
-    path: Path | None = None
-    root: Path | None = None
+    path: AbsolutePath | None = None
+    root: AbsolutePath | None = None
     verbs: Annotated[tuple[Verb, ...], Field(min_length=1), AfterValidator(_verbs)]
     sessions: int = Field(ge=1, le=LARGEST)
     bytes: int = Field(ge=0, le=LARGEST)

@@ -1,0 +1,417 @@
+"""``hosts.yaml``: which machines there are, which of them is protected, and the keys they are known by.
+
+The file is read strictly: what is not understood is an error that names the key and the mend, never ignored, because
+a misspelt key here would be a guard that is switched off.
+"""
+
+import ipaddress
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+import yaml
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from dflash.errors import UsageError
+from tasks import public_keys
+from tasks.actions import PathError, escape, normalise_path
+from tasks.quantities import rate
+
+KeyPath = tuple[str | int, ...]
+
+
+class InventoryError(UsageError):
+    """``hosts.yaml`` is missing or says something that cannot be."""
+
+
+class UnknownHostError(UsageError):
+    """A host that ``hosts.yaml`` does not know."""
+
+
+class LocationError(UsageError):
+    """A text that is neither ``HOST:/absolute/path`` nor a path of this machine."""
+
+
+def _word(text: str) -> str:
+    # a leading dash would read as an option of ssh, a space as a second argument
+    if not re.fullmatch(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*", text):
+        raise ValueError(f"{text!r} is not a name or an address; letters, digits and . _ - only")
+    return text
+
+
+def _host_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", text):
+        raise ValueError(f"{text!r} is not a host name; letters, digits and . _ - only, a letter or digit first")
+    return text
+
+
+def _network(text: str) -> str:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither an IP address nor a network such as 10.1.2.0/24") from None
+    return text
+
+
+def _rate(value: object) -> int:
+    if not isinstance(value, str):
+        raise ValueError(f"{value!r} is not a rate; write a number, a unit and /s, as in 200MB/s")
+    return rate(value)
+
+
+HostName = Annotated[str, AfterValidator(_host_name)]
+Word = Annotated[str, AfterValidator(_word)]
+Network = Annotated[str, AfterValidator(_network)]
+PublicKey = Annotated[str, AfterValidator(public_keys.normalise)]
+RemotePath = Annotated[str, AfterValidator(normalise_path)]
+LocalPath = Annotated[Path, AfterValidator(Path.expanduser)]
+Rate = Annotated[int, BeforeValidator(_rate)]
+Port = Annotated[int, Field(ge=1, le=65535)]
+
+
+class Section(BaseModel):
+    """One mapping of the file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Guard(Section):
+    """Who may approve."""
+
+    ca_public_key: PublicKey
+    ca_key: LocalPath | None = None
+    """The operator's private key; named only on the machine where approvals are given."""
+    lab: bool = False
+    """The CA was made by the local lab, which signs unattended."""
+    two_person: Literal[False] = False
+
+
+class Alias(Section):
+    """Another name of a host, or another sshd on it with an address and keys of its own."""
+
+    name: HostName
+    address: Word | None = None
+    port: Port = 22
+    host_keys: tuple[PublicKey, ...] = ()
+
+
+class Server(Section):
+    """The inference server that already runs on the host."""
+
+    kind: Literal["sglang", "vllm"]
+    url: str = Field(pattern=r"^https?://[^\s]+$")
+
+
+class Gpu(Section):
+    """How an evaluation may use the host's accelerator."""
+
+    device: str = "auto"
+    reserve_gib: float = Field(default=0.0, ge=0)
+    kernel: Literal["auto", "fla", "torch"] = "auto"
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    offload: Literal["auto"] | bool = "auto"
+
+
+class Host(Section):
+    """One machine. A training host is protected; nothing can switch that off."""
+
+    name: HostName
+    role: Literal["training", "inference"]
+    address: Word
+    aliases: tuple[Alias, ...] = ()
+    port: Port = 22
+    user: Word
+    identity_file: LocalPath | None = None
+    """Private key of the ordinary login; none leaves it to the ssh configuration."""
+    host_keys: tuple[PublicKey, ...] = ()
+    source_addresses: tuple[Network, ...] = ()
+    """This machine as the host sees it; an approval is valid from there only."""
+    enforcement: Literal["host"] = "host"
+    read_limit: Rate = 200_000_000
+    """Bytes a second that are read there at most."""
+    checkpoints: RemotePath | None = None
+    environments: RemotePath | None = None
+    jobs: RemotePath | None = None
+    cache: RemotePath | None = None
+    target: RemotePath | None = None
+    reference: RemotePath | None = None
+    server: Server | None = None
+    gpu: Gpu = Gpu()
+
+    @property
+    def protected(self) -> bool:
+        return self.role == "training"
+
+    @property
+    def all_host_keys(self) -> tuple[str, ...]:
+        """Every key the host may show, those of its aliases included."""
+        return (*self.host_keys, *(key for alias in self.aliases for key in alias.host_keys))
+
+    @property
+    def fingerprints(self) -> tuple[str, ...]:
+        """Sorted SHA256 fingerprints of :attr:`all_host_keys`: what a grant names the host by."""
+        return tuple(sorted(public_keys.fingerprint(key) for key in self.all_host_keys))
+
+    @property
+    def endpoints(self) -> tuple[tuple[str, int], ...]:
+        """(address, port) of the host and of the aliases that have one."""
+        own = [(alias.address, alias.port) for alias in self.aliases if alias.address is not None]
+        return ((self.address, self.port), *own)
+
+
+class Staging(Section):
+    """The object store that large checkpoints may go through."""
+
+    kind: Literal["s3"]
+    bucket: str
+    prefix: str = ""
+    endpoint_url: str | None = None
+    profile: str | None = None
+    checksums: Literal["when_required", "when_supported"] = "when_required"
+
+
+class Inventory(Section):
+    """The whole file."""
+
+    version: Literal[1]
+    guard: Guard
+    hosts: Annotated[dict[HostName, Host], Field(min_length=1)]
+    staging: Staging | None = None
+    notify: tuple[()] = ()
+
+    def host(self, name: str) -> Host:
+        """The host called ``name`` or having that alias; raises :class:`UnknownHostError`."""
+        for host in self.hosts.values():
+            if name == host.name or any(name == alias.name for alias in host.aliases):
+                return host
+        raise UnknownHostError(f"unknown host '{escape(name)}'; hosts.yaml knows {', '.join(self._names())}")
+
+    def owner_of_key(self, key: str | bytes) -> Host | None:
+        """The host that pins ``key`` (a public key line, or its bytes as the protocol carries them)."""
+        wanted = key if isinstance(key, bytes) else public_keys.blob(public_keys.normalise(key))
+        for host in self.hosts.values():
+            if any(public_keys.blob(pinned) == wanted for pinned in host.all_host_keys):
+                return host
+        return None
+
+    def location(self, text: str) -> "Location":
+        """``HOST:/absolute/path``, or a path of this machine; a colon behind the first slash belongs to the path."""
+        name, colon, path = text.partition(":")
+        if not colon or "/" in name:
+            return Location(None, os.path.abspath(text))
+        host = self.host(name)
+        try:
+            return Location(host, normalise_path(path))
+        except PathError as error:
+            raise LocationError(f"{host.name}: {error}") from None
+
+    def _names(self) -> list[str]:
+        return [host.name + "".join(f" (alias {alias.name})" for alias in host.aliases) for host in self.hosts.values()]
+
+
+@dataclass(frozen=True)
+class Location:
+    """A path on a host, or on this machine when ``host`` is None."""
+
+    host: Host | None
+    path: str
+
+    def __str__(self) -> str:
+        return self.path if self.host is None else f"{self.host.name}:{self.path}"
+
+
+def load(path: Path | None = None) -> Inventory:
+    """Read ``path``, else ``$DFLASH_HOSTS``, else ``./hosts.yaml``; raises :class:`InventoryError`."""
+    file = path or Path(os.environ.get("DFLASH_HOSTS") or "hosts.yaml")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        raise InventoryError(f"{file}: {reason}; name the file with --hosts or in $DFLASH_HOSTS") from None
+    return parse(text, source=str(file))
+
+
+def parse(text: str, *, source: str = "hosts.yaml") -> Inventory:
+    """The inventory in ``text``; errors begin with ``source``, the line and the key they are about."""
+    tree, lines = _read_yaml(text, source)
+    where = _Where(source, lines)
+    if not isinstance(tree, dict):
+        raise InventoryError(f"{source}: expected a mapping with version, guard and hosts, found {type(tree).__name__}")
+    _name_hosts(tree, where)
+    try:
+        # JSON, because only there does strict validation take a list for a tuple
+        inventory = Inventory.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise _first(error, where) from None
+    for key, message in _conflicts(inventory):
+        raise where.error(key, message)
+    return inventory
+
+
+@dataclass(frozen=True)
+class _Where:
+    source: str
+    lines: dict[KeyPath, int]
+
+    def error(self, key: KeyPath, message: str) -> InventoryError:
+        known = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in self.lines), None)
+        line = f":{self.lines[known]}" if known is not None else ""
+        return InventoryError(f"{self.source}{line}: {_dotted(key)}: {message}")
+
+
+def _dotted(key: KeyPath) -> str:
+    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
+
+
+def _read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
+    loader = yaml.SafeLoader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None, {}
+        lines = dict(_lines(node, (), source))
+        return loader.construct_document(node), lines
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+        raise InventoryError(f"{source}{line}: not YAML: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise InventoryError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
+    finally:
+        loader.dispose()
+
+
+def _lines(node: yaml.Node, key: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:
+    """The line of every key; raises for a key that stands twice, which YAML readers let pass."""
+    yield key, node.start_mark.line + 1
+    if isinstance(node, yaml.MappingNode):
+        seen: dict[str, int] = {}
+        for name, value in node.value:
+            word, line = str(name.value), name.start_mark.line + 1
+            inner = (*key, word)
+            if word in seen:
+                first = f"also in line {seen[word]}"
+                raise InventoryError(f"{source}:{line}: {_dotted(inner)}: given twice ({first}); keep one")
+            seen[word] = line
+            yield from _lines(value, inner, source)
+            yield inner, line
+    elif isinstance(node, yaml.SequenceNode):
+        for index, value in enumerate(node.value):
+            yield from _lines(value, (*key, index), source)
+
+
+def _name_hosts(tree: dict[str, Any], where: _Where) -> None:
+    """Write each host's key into it as its name."""
+    hosts = tree.get("hosts")
+    for name, host in hosts.items() if isinstance(hosts, dict) else ():
+        if isinstance(host, dict):
+            if "name" in host:
+                raise where.error(("hosts", str(name), "name"), "unknown key; a host's name is the key it stands under")
+            host["name"] = str(name)
+
+
+def _first(error: ValidationError, where: _Where) -> InventoryError:
+    problems = error.errors(include_url=False)
+    problem = problems[0]
+    key: KeyPath = problem["loc"]
+    match problem["type"]:
+        case "extra_forbidden" if key[-1] == "protected":
+            message = "unknown key; a training host is protected and that cannot be switched off: remove the line"
+        case "extra_forbidden":
+            message = f"unknown key; known here are {', '.join(_known_keys(key[:-1]))}"
+        case "missing":
+            message = "missing; add it"
+        case "value_error":
+            message = str(problem["ctx"]["error"])
+        case _:
+            message = f"found {problem['input']!r}: {problem['msg']}"
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return where.error(key, message + more)
+
+
+def _known_keys(key: KeyPath) -> list[str]:
+    model: type[Section] = Inventory
+    for part in key:
+        if part in model.model_fields:
+            model = _section_in(model.model_fields[str(part)].annotation) or model
+    return [name for name in model.model_fields if not (model is Host and name == "name")]
+
+
+def _section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(_section_in, get_args(annotation))), None)
+
+
+def _conflicts(inventory: Inventory) -> Iterator[tuple[KeyPath, str]]:
+    """What is wrong between entries, each with the key to mend."""
+    hosts = list(inventory.hosts.values())
+    yield from _name_conflicts(hosts)
+    yield from _endpoint_conflicts(hosts)
+    yield from _key_conflicts(hosts)
+    for host in hosts:
+        if not host.host_keys:
+            mend = "pin every line of its /etc/ssh/ssh_host_*_key.pub"
+            yield ("hosts", host.name, "host_keys"), f"no pinned key, and an unknown key is never accepted; {mend}"
+        if host.protected and not host.source_addresses:
+            mend = "name the addresses of this machine as the host sees them"
+            yield ("hosts", host.name, "source_addresses"), f"missing; approvals are bound to them: {mend}"
+
+
+def _name_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:
+    taken: dict[str, str] = {}
+    for host in hosts:
+        if (other := taken.get(host.name.lower())) is not None:
+            yield ("hosts", host.name), f"{other} has the same name; rename one"
+        taken[host.name.lower()] = f"host {host.name}"
+    for host in hosts:
+        for index, alias in enumerate(host.aliases):
+            if (other := taken.get(alias.name.lower())) is not None:
+                yield ("hosts", host.name, "aliases", index, "name"), f"{alias.name!r} is {other} already; rename one"
+            taken[alias.name.lower()] = f"an alias of {host.name}"
+
+
+def _endpoint_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:
+    taken: dict[tuple[str, int], str] = {}
+    protected = {_address(address): host.name for host in hosts if host.protected for address, _ in host.endpoints}
+    for host in hosts:
+        for address, port in host.endpoints:
+            place = (_address(address), port)
+            key: KeyPath = ("hosts", host.name, "address" if (address, port) == host.endpoints[0] else "aliases")
+            if place in taken:
+                yield key, f"{address} port {port} belongs to {taken[place]} already; one machine is one entry"
+            taken[place] = host.name
+            if not host.protected and place[0] in protected:
+                owner = protected[place[0]]
+                yield key, f"{address} is the protected host {owner}; another sshd there is an alias of {owner}"
+
+
+def _key_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:
+    taken: dict[str, str] = {}
+    for host in hosts:
+        for key, pinned in _pinned(host):
+            if pinned in taken:
+                shown = public_keys.fingerprint(pinned)
+                yield key, f"key {shown} is pinned for {taken[pinned]} already; a key belongs to one machine, once"
+            taken[pinned] = host.name
+
+
+def _pinned(host: Host) -> Iterator[tuple[KeyPath, str]]:
+    for index, key in enumerate(host.host_keys):
+        yield ("hosts", host.name, "host_keys", index), key
+    for position, alias in enumerate(host.aliases):
+        for index, key in enumerate(alias.host_keys):
+            yield ("hosts", host.name, "aliases", position, "host_keys", index), key
+
+
+def _address(text: str) -> str:
+    """One spelling of an address, so that two spellings of it are found to be one."""
+    try:
+        address = ipaddress.ip_address(text)
+    except ValueError:
+        return text.lower().rstrip(".")
+    mapped = getattr(address, "ipv4_mapped", None)
+    return str(mapped or address)

@@ -1,0 +1,103 @@
+"""OpenSSH public keys as text and as bytes: what a host is known by and what the operator's CA is known by."""
+
+import base64
+import binascii
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+HOST_KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
+CURVES = {"nistp256": 32, "nistp384": 48, "nistp521": 66}
+SMALLEST_RSA = 2048
+
+
+class PublicKeyError(ValueError):
+    """A text that is not a whole OpenSSH public key."""
+
+
+def normalise(line: str) -> str:
+    """``"type base64 comment"`` → ``"type base64"``; raises :class:`PublicKeyError` unless the key is whole."""
+    words = line.split()
+    if len(words) < 2 or words[0] not in HOST_KEY_TYPES:
+        raise PublicKeyError(
+            f"not a public key: {_short(line)}; expected one of {', '.join(HOST_KEY_TYPES)} and base64"
+        )
+    try:
+        content = base64.b64decode(words[1], validate=True)
+        fields = _fields(content)
+    except (binascii.Error, struct.error, PublicKeyError):
+        raise PublicKeyError(f"{_short(line)} is cut off or mistyped; copy the whole line of the .pub file") from None
+    if fields[0] != words[0].encode():
+        raise PublicKeyError(f"{_short(line)} says {words[0]} but holds another type; copy the whole line again")
+    if not _sound(words[0], fields[1:]):
+        raise PublicKeyError(f"{_short(line)} is no sound {words[0]} key; copy the whole line of the .pub file")
+    return f"{words[0]} {base64.b64encode(content).decode()}"
+
+
+def blob(line: str) -> bytes:
+    """The key of a normalised line as it travels in the protocol."""
+    return base64.b64decode(line.split()[1])
+
+
+def fingerprint(line: str) -> str:
+    """``"SHA256:…"`` of a normalised line, as ``ssh-keygen -l`` prints it."""
+    return "SHA256:" + base64.b64encode(hashlib.sha256(blob(line)).digest()).decode().rstrip("=")
+
+
+@dataclass(frozen=True)
+class PrivateKeyFile:
+    """What an OpenSSH private key file says without its passphrase."""
+
+    public: bytes
+    """Key as in :func:`blob`."""
+    encrypted: bool
+
+
+def read_private_key_file(path: Path) -> PrivateKeyFile:
+    """Read the open part of an ``openssh-key-v1`` file; raises OSError, or :class:`PublicKeyError` for another form."""
+    body = path.read_text(encoding="ascii", errors="replace").split("-----")
+    magic = b"openssh-key-v1\0"
+    try:
+        content = base64.b64decode(body[2])
+        if body[1] != "BEGIN OPENSSH PRIVATE KEY" or not content.startswith(magic):
+            raise PublicKeyError
+        cipher, rest = _take(content[len(magic) :])
+        _, rest = _take(rest)
+        _, rest = _take(rest)
+        public, _ = _take(rest[4:])
+    except (IndexError, binascii.Error, struct.error, PublicKeyError):
+        raise PublicKeyError(
+            f"{path} is not a private key in OpenSSH's own form; convert it with: ssh-keygen -p -f {path}"
+        ) from None
+    return PrivateKeyFile(public, encrypted=cipher != b"none")
+
+
+def _fields(content: bytes) -> list[bytes]:
+    fields = []
+    while content:
+        field, content = _take(content)
+        fields.append(field)
+    if not fields:
+        raise PublicKeyError("empty")
+    return fields
+
+
+def _take(content: bytes) -> tuple[bytes, bytes]:
+    (length,) = struct.unpack_from(">I", content)
+    if len(content) < 4 + length:
+        raise PublicKeyError("cut off")
+    return content[4 : 4 + length], content[4 + length :]
+
+
+def _sound(kind: str, fields: list[bytes]) -> bool:
+    if kind == "ssh-ed25519":
+        return [len(field) for field in fields] == [32]
+    if kind == "ssh-rsa":
+        return len(fields) == 2 and int.from_bytes(fields[1], "big").bit_length() >= SMALLEST_RSA
+    curve = kind.removeprefix("ecdsa-sha2-")
+    return len(fields) == 2 and fields[0] == curve.encode() and len(fields[1]) == 1 + 2 * CURVES[curve]
+
+
+def _short(line: str) -> str:
+    return repr(line if len(line) <= 40 else line[:37] + "…")
