@@ -1,0 +1,144 @@
+"""Greedy reference completions from a running server, as token ids.
+
+SGLang answers its native ``POST /generate``; every other server is asked through the OpenAI-compatible
+``POST /v1/completions`` with token ids in and, as vLLM does it, token ids out. Text is never tokenised again here: that
+can change the tokens, and with them every figure measured on them.
+"""
+
+import json
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from dflash.errors import DFlashError
+
+TIMEOUT = 600.0
+"""Seconds for one completion."""
+REQUESTS = 8
+"""Completions asked for at once."""
+
+
+class ServerError(DFlashError):
+    """The server that should write the reference completions is not there, or does not give token ids."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server and the interface it is asked through; ``model`` is what an OpenAI-compatible one calls its model."""
+
+    url: str
+    kind: Literal["sglang", "openai"]
+    model: str | None = None
+
+
+def connect(url: str) -> Server:
+    """Find out what answers at ``url`` (with or without a trailing ``/v1``). Raises :class:`ServerError`."""
+    base = url.rstrip("/").removesuffix("/v1")
+    if not base.startswith(("http://", "https://")):
+        raise ServerError(f"server {url}: expected a URL that begins with http:// or https://")
+    for path in ("/model_info", "/get_model_info"):  # SGLang's name since 2026, and before
+        if _get(base + path) is not None:
+            return Server(base, "sglang")
+    listing = _get(base + "/v1/models")
+    if isinstance(listing, dict) and listing.get("data"):
+        return Server(base, "openai", listing["data"][0]["id"])
+    raise ServerError(f"server {url}: answers neither /model_info (SGLang) nor /v1/models (OpenAI-compatible)")
+
+
+def complete(
+    server: Server,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    ignore_eos: bool,
+    eos_token_ids: frozenset[int],
+    progress: Callable[[int, int], None],
+) -> list[list[int]]:
+    """Greedy completion of each prompt; unless ``ignore_eos``, it ends with the first end-of-sequence token, included.
+
+    Raises :class:`ServerError`.
+    """
+
+    def one(prompt: Sequence[int]) -> list[int]:
+        ids = _ask(server, prompt, max_new_tokens, ignore_eos)
+        return ids if ignore_eos else until_end(ids, eos_token_ids)
+
+    completions: list[list[int]] = []
+    with ThreadPoolExecutor(REQUESTS) as pool:
+        try:
+            for ids in pool.map(one, prompts):
+                completions.append(ids)
+                progress(len(completions), len(prompts))
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return completions
+
+
+def until_end(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
+    """``ids`` up to and including the first of ``eos_token_ids``."""
+    for place, token in enumerate(ids):
+        if token in eos_token_ids:
+            return ids[: place + 1]
+    return ids
+
+
+def _ask(server: Server, prompt: Sequence[int], max_new_tokens: int, ignore_eos: bool) -> list[int]:
+    if server.kind == "sglang":
+        sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+        reply = _post(f"{server.url}/generate", {"input_ids": list(prompt), "sampling_params": sampling})
+        ids = reply.get("output_ids")
+        where = "output_ids of /generate"
+    else:
+        body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0.0}
+        reply = _post(f"{server.url}/v1/completions", body | {"ignore_eos": ignore_eos, "return_token_ids": True})
+        choices = reply.get("choices") or [{}]
+        ids = choices[0].get("token_ids")
+        where = "choices[0].token_ids of /v1/completions"
+    if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
+        raise ServerError(
+            f"server {server.url}: no token ids in {where}; use a server that gives them (SGLang, vLLM ≥ 0.10) "
+            f"or leave --server out and the target writes the completions"
+        )
+    return ids[:max_new_tokens]
+
+
+def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 (http only)
+    reply = _open(request)
+    if not isinstance(reply, dict):
+        raise ServerError(f"server {url}: the answer is {type(reply).__name__}, expected a JSON object")
+    return reply
+
+
+def _get(url: str) -> Any:
+    """The parsed answer; ``None`` when there is a server but not this page."""
+    try:
+        return _open(urllib.request.Request(url))  # noqa: S310 (http only, checked by connect)
+    except _StatusError:
+        return None
+
+
+class _StatusError(ServerError):
+    """The server answered, with an error status."""
+
+
+def _open(request: urllib.request.Request) -> Any:
+    url = request.full_url
+    try:
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:  # noqa: S310 (http only, checked by connect)
+            return json.loads(reply.read())
+    except urllib.error.HTTPError as error:
+        said = error.read(200).decode(errors="replace").strip().replace("\n", " ")
+        raise _StatusError(f"server {url}: answered {error.code} {error.reason}: {said}") from None
+    except TimeoutError:
+        raise ServerError(f"server {url}: no answer within {TIMEOUT:.0f} s; is it overloaded?") from None
+    except (urllib.error.URLError, ConnectionError, OSError) as error:
+        reason = getattr(error, "reason", None) or error
+        raise ServerError(f"server {url}: no answer ({reason}); is the server running there?") from None
+    except ValueError:
+        raise ServerError(f"server {url}: the answer is not JSON; is this the model server?") from None

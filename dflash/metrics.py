@@ -1,0 +1,212 @@
+"""Every figure of a report, as pure functions over the rounds of a walk.
+
+Words. A block has slots 0…B-1: slot 0 is the anchor, the last known token; slot k stands for position anchor + k. A
+round is one draft and one verification. ``accepted`` is the number of leading right slots, the *bonus* is the target's
+own token behind them, and ``advance``, 1…B, is what the round emits: accepted + 1.
+
+The end of a completion. The last round may reach over the end (token limit or EOS). It counts as a round. With R tokens
+left behind the anchor only slots 1…R have a right token: the others are ``None`` in ``right`` and ``rank_of_right`` and
+count in no statistic by position, in no numerator and no denominator. When all R are accepted the bonus lies beyond the
+end, the advance is R instead of R + 1, and the round is ``cut``. So a completion's advances add up to its tokens less
+the first one, which the prefill gave, and τ = (tokens - 1) / rounds holds exactly.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dflash.errors import DFlashError
+from dflash.report import Comparison, Metrics, Tau
+
+STREAK_WIDTHS = (1, 2, 4, 8, 16, 64)
+BOOTSTRAP_DRAWS = 10_000
+
+
+class NoRoundsError(DFlashError):
+    """There is nothing to measure: no completion has a second token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """One draft and its verification; the three lists have B - 1 entries, for slots 1…B-1."""
+
+    prompt: str
+    anchor: int
+    drafted: tuple[int, ...]
+    right: tuple[int | None, ...]
+    rank_of_right: tuple[int | None, ...]
+    accepted: int
+    advance: int
+    cut: bool
+
+    def to_dict(self) -> dict[str, object]:
+        """The round as a line of ``rounds.jsonl``."""
+        return asdict(self)
+
+
+def judge(prompt: str, anchor: int, drafted: Sequence[int], ranks: Sequence[int], following: Sequence[int]) -> Round:
+    """Verify a block: ``following`` are the tokens of the completion behind the anchor, at least one.
+
+    ``ranks[k]`` is the rank of the right token of slot k + 1 in the drafter's order, 0 for its best; entries of slots
+    beyond the end are ignored.
+    """
+    slots = len(drafted)
+    inside = min(slots, len(following))
+    accepted = 0
+    while accepted < inside and drafted[accepted] == following[accepted]:
+        accepted += 1
+    advance = min(accepted + 1, len(following))
+    beyond = (None,) * (slots - inside)
+    return Round(
+        prompt=prompt,
+        anchor=anchor,
+        drafted=tuple(drafted),
+        right=(*following[:inside], *beyond),
+        rank_of_right=(*ranks[:inside], *beyond),
+        accepted=accepted,
+        advance=advance,
+        cut=advance <= accepted,
+    )
+
+
+def summarize(rounds: Sequence[Round], random_rounds: Sequence[Round], *, seed: int) -> Metrics:
+    """All figures of one drafter over a walk, and τ at random anchors (null when there are none).
+
+    Raises :class:`NoRoundsError` on an empty walk.
+    """
+    if not rounds:
+        raise NoRoundsError("no completion is longer than one token, so no block was drafted; use other prompts")
+    return Metrics(
+        tau=Tau(pooled=tau_pooled(rounds), macro=tau_macro(rounds), ci95=interval(rounds, seed=seed)),
+        rounds=len(rounds),
+        tokens=sum(one.advance for one in rounds) + len({one.prompt for one in rounds}),
+        cut_rounds=sum(one.cut for one in rounds),
+        accepted_by_position=accepted_by_position(rounds),
+        acceptance_by_position=acceptance_by_position(rounds),
+        conditional_by_position=conditional_by_position(rounds),
+        accuracy_by_position=accuracy_by_position(rounds),
+        histogram=histogram(rounds),
+        streak={str(width): mean_streak(rounds, width) for width in STREAK_WIDTHS},
+        random_anchor_tau=tau_pooled(random_rounds) if random_rounds else None,
+    )
+
+
+def tau_pooled(rounds: Sequence[Round]) -> float:
+    """Σ advance / rounds over all prompts together, 1…B."""
+    return sum(one.advance for one in rounds) / len(rounds)
+
+
+def tau_macro(rounds: Sequence[Round]) -> float:
+    """Mean over prompts of each prompt's own τ; prompts without a round count nowhere."""
+    return float(np.mean([advance / count for advance, count in by_prompt(rounds).values()]))
+
+
+def by_prompt(rounds: Iterable[Round]) -> dict[str, tuple[int, int]]:
+    """Σ advance and number of rounds of each prompt that has one."""
+    totals: dict[str, tuple[int, int]] = {}
+    for one in rounds:
+        advance, count = totals.get(one.prompt, (0, 0))
+        totals[one.prompt] = (advance + one.advance, count + 1)
+    return totals
+
+
+def interval(rounds: Sequence[Round], *, seed: int) -> tuple[float, float] | None:
+    """95 % percentile interval of the pooled τ, bootstrapped over prompts; ``None`` below two prompts."""
+    totals = by_prompt(rounds)
+    if len(totals) < 2:
+        return None
+    return _middle_95(_bootstrap(list(totals.values()), seed))
+
+
+def compare(rounds: Sequence[Round], reference: Sequence[Round], *, seed: int) -> Comparison:
+    """Pooled τ minus the reference's over the same prompts; every bootstrap draw takes the same prompts for both."""
+    ours, theirs = by_prompt(rounds), by_prompt(reference)
+    difference = tau_pooled(rounds) - tau_pooled(reference)
+    if len(ours) < 2:
+        return Comparison(difference=difference, ci95=None, prompts=len(ours))
+    paired = _bootstrap(list(ours.values()), seed) - _bootstrap([theirs[prompt] for prompt in ours], seed)
+    return Comparison(difference=difference, ci95=_middle_95(paired), prompts=len(ours))
+
+
+def accepted_by_position(rounds: Sequence[Round]) -> list[int]:
+    """[B-1]: rounds that accepted slot k, that is, in which slots 1…k were all right."""
+    accepted = np.array([one.accepted for one in rounds])
+    return [int(np.sum(accepted >= slot)) for slot in _slots(rounds)]
+
+
+def acceptance_by_position(rounds: Sequence[Round]) -> list[float | None]:
+    """[B-1]: accepted[k] / rounds, over the rounds whose slot k lies inside the completion; ``None`` without one."""
+    inside = _inside(rounds).sum(axis=0)
+    return [_share(part, whole) for part, whole in zip(accepted_by_position(rounds), inside, strict=True)]
+
+
+def conditional_by_position(rounds: Sequence[Round]) -> list[float | None]:
+    """[B-1]: accepted[k] / accepted[k-1], over the rounds whose slot k lies inside; accepted[0] is every round."""
+    inside = _inside(rounds)
+    accepted = np.array([one.accepted for one in rounds])
+    reached = [int(np.sum(inside[:, slot - 1] & (accepted >= slot - 1))) for slot in _slots(rounds)]
+    return [_share(part, whole) for part, whole in zip(accepted_by_position(rounds), reached, strict=True)]
+
+
+def accuracy_by_position(rounds: Sequence[Round]) -> list[float | None]:
+    """[B-1]: share of the rounds with slot k inside in which it is right, whatever came before it."""
+    inside = _inside(rounds).sum(axis=0)
+    right = right_slots(rounds).sum(axis=0)
+    return [_share(part, whole) for part, whole in zip(right, inside, strict=True)]
+
+
+def right_slots(rounds: Sequence[Round]) -> NDArray[np.bool_]:
+    """[rounds, B-1]: the slot lies inside the completion and its draft is the right token."""
+    pairs = ([drafted == right for drafted, right in zip(one.drafted, one.right, strict=True)] for one in rounds)
+    return np.array(list(pairs), dtype=bool).reshape(len(rounds), -1)
+
+
+def histogram(rounds: Sequence[Round]) -> list[int]:
+    """[B]: rounds by advance 1…B; a cut round stands under what it emitted."""
+    counts = np.bincount([one.advance for one in rounds], minlength=len(rounds[0].drafted) + 2)
+    return [int(count) for count in counts[1:]]
+
+
+def streak(one: Round, width: int) -> int:
+    """Leading slots whose right token is among the drafter's ``width`` best: drafts only, no bonus, 0…B-1.
+
+    It ends at the end of the completion. Width 1 is ``accepted``; wider ones are an oracle, never compared with τ.
+    """
+    length = 0
+    for rank in one.rank_of_right:
+        if rank is None or rank >= width:
+            break
+        length += 1
+    return length
+
+
+def mean_streak(rounds: Sequence[Round], width: int) -> float:
+    """Mean top-``width`` streak over all rounds. For width 1: τ = streak + 1 - cut rounds / rounds."""
+    return sum(streak(one, width) for one in rounds) / len(rounds)
+
+
+def _slots(rounds: Sequence[Round]) -> range:
+    return range(1, len(rounds[0].drafted) + 1)
+
+
+def _inside(rounds: Sequence[Round]) -> NDArray[np.bool_]:
+    return np.array([[right is not None for right in one.right] for one in rounds], dtype=bool)
+
+
+def _share(part: int, whole: int) -> float | None:
+    return float(part) / float(whole) if whole else None
+
+
+def _bootstrap(totals: Sequence[tuple[int, int]], seed: int) -> NDArray[np.float64]:
+    """[draws]: pooled τ of each bootstrap sample; the same seed and number of prompts draw the same prompts."""
+    prompts = len(totals)
+    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=BOOTSTRAP_DRAWS)
+    advances, rounds = (drawn @ np.array(totals, dtype=np.float64)).T
+    return np.asarray(advances / rounds, dtype=np.float64)
+
+
+def _middle_95(values: NDArray[np.float64]) -> tuple[float, float]:
+    low, high = np.percentile(values, [2.5, 97.5])
+    return float(low), float(high)

@@ -1,0 +1,200 @@
+"""The result of an evaluation: one versioned model that every reader and every rendering shares. Imports no torch."""
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from dflash.errors import DFlashError
+
+SCHEMA = 1
+
+
+class ReportError(DFlashError):
+    """A file that should be a report is missing, is not one, or was written by a newer version."""
+
+
+class _Record(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, populate_by_name=True)
+
+
+class CheckpointInfo(_Record):
+    """Which drafter was measured. ``sha256`` is of the file, or of the weight files of a directory."""
+
+    path: str
+    sha256: str
+    format: str
+    step: int | None = None
+    config_source: str
+
+
+class TrainingInfo(_Record):
+    """What the checkpoint says about its own training; null where it says nothing."""
+
+    step: int | None = None
+    loss: float | None = None
+    accuracy: float | None = None
+    streak1: float | None = None
+    streak8: float | None = None
+    kernel: str | None = None
+    recipe: str | None = None
+
+
+class RelayInfo(_Record):
+    """How the checkpoint came here; filled in by whoever relayed it. ``bytes`` is what crossed the network."""
+
+    source: str
+    sha256: str
+    selected: str
+    bytes: int
+
+
+class TargetInfo(_Record):
+    """The verified-against model as it was loaded; ``fingerprint`` identifies its files without reading all of them."""
+
+    path: str
+    class_name: str = Field(alias="class")
+    tensors: int
+    kernel: str
+    dtype: str
+    fingerprint: str
+
+
+class Settings(_Record):
+    """Everything that must be equal for two evaluations to be comparable, and where they ran."""
+
+    mode: Literal["replay"]
+    max_new_tokens: int
+    ignore_eos: bool
+    thinking: bool | None
+    block_size: int
+    mask_token_id: int
+    target_layer_ids: list[int]
+    prompts: str
+    prompts_sha256: str
+    num_prompts: int
+    max_blocks: int | None
+    completions: str = Field(description='"target", or the URL of the server that wrote the completions')
+    completion_agreement: float = Field(
+        description="share of the completion tokens that are the argmax of the target's teacher-forced pass"
+    )
+    device: str
+    seed: int
+
+
+class Tau(_Record):
+    """Acceptance length, bonus token included, 1…B. ``ci95`` is of the pooled value; null below two prompts."""
+
+    pooled: float
+    macro: float
+    ci95: tuple[float, float] | None
+
+
+class Metrics(_Record):
+    """Everything counted over the rounds of one drafter; definitions in :mod:`dflash.metrics`."""
+
+    tau: Tau
+    rounds: int
+    tokens: int
+    cut_rounds: int
+    lossless_prompts: int | None = None
+    accepted_by_position: list[int]
+    acceptance_by_position: list[float | None]
+    conditional_by_position: list[float | None]
+    accuracy_by_position: list[float | None]
+    histogram: list[int] = Field(description="rounds by advance, 1…B")
+    streak: dict[str, float]
+    ddtree: dict[str, float] | None = None
+    random_anchor_tau: float | None
+
+
+class Comparison(_Record):
+    """Pooled τ minus the reference drafter's on the same prompts and taps, with a paired bootstrap interval."""
+
+    difference: float
+    ci95: tuple[float, float] | None
+    prompts: int
+
+
+class PromptResult(_Record):
+    """One prompt: its completion as text and ids, and how it was drafted. ``tau`` is null without a round."""
+
+    id: str
+    text: str
+    tokens: int
+    rounds: int
+    tau: float | None
+    token_ids: list[int]
+
+
+class Check(_Record):
+    """One check: what was measured, against what limit, and what it means. ``skipped`` reads "not verified"."""
+
+    name: str
+    status: Literal["pass", "warn", "fail", "skipped"]
+    measured: float | int | str | None
+    limit: float | int | str | None
+    explanation: str
+
+
+class Report(_Record):
+    """``report.json``. ``valid`` is false exactly when a check failed; those are named in ``invalid_because``."""
+
+    schema_version: int = Field(default=SCHEMA, alias="schema")
+    created: datetime
+    valid: bool
+    invalid_because: list[str]
+    checkpoint: CheckpointInfo
+    training: TrainingInfo | None = None
+    relay: RelayInfo | None = None
+    target: TargetInfo
+    reference: CheckpointInfo | None = None
+    settings: Settings
+    versions: dict[str, str]
+    metrics: Metrics
+    reference_metrics: Metrics | None = None
+    comparison: Comparison | None = None
+    prompts: list[PromptResult]
+    checks: list[Check]
+    timings: dict[str, float] = Field(description="seconds by phase")
+
+    def to_json(self) -> str:
+        """The text of ``report.json``."""
+        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+
+    def headline(self) -> str:
+        """One line: the number beside the reference's, or why there is none to believe."""
+        if not self.valid:
+            return f"not valid: {', '.join(self.invalid_because)}"
+        line = f"τ {_with_interval(self.metrics.tau.pooled, self.metrics.tau.ci95)}"
+        if self.reference_metrics is not None and self.comparison is not None:
+            reference, comparison = self.reference_metrics.tau, self.comparison
+            line += f", reference {_with_interval(reference.pooled, reference.ci95)}"
+            line += f", difference {_with_interval(comparison.difference, comparison.ci95, sign='+')}"
+        return line + f" ({self.metrics.rounds} rounds, {len(self.prompts)} prompts)"
+
+
+def read_report(path: Path) -> Report:
+    """Read ``report.json``. Raises :class:`ReportError`."""
+    try:
+        raw = json.loads(path.read_bytes())
+    except OSError as error:
+        raise ReportError(f"{path}: cannot be read ({error.strerror}); expected a report.json") from None
+    except ValueError as error:
+        raise ReportError(f"{path}: is not JSON ({error}); expected a report.json") from None
+    schema = raw.get("schema") if isinstance(raw, dict) else None
+    if schema != SCHEMA:
+        raise ReportError(f"{path}: has schema {schema!r}, this version reads {SCHEMA}; update dflash or measure again")
+    try:
+        return Report.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise ReportError(f"{path}: {place}: {first['msg']}; the file is not a report this version wrote") from None
+
+
+def _with_interval(value: float, interval: tuple[float, float] | None, sign: str = "") -> str:
+    text = f"{value:{sign}.3f}"
+    return text if interval is None else f"{text} [{interval[0]:{sign}.3f}, {interval[1]:{sign}.3f}]"
