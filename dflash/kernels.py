@@ -1,0 +1,78 @@
+"""Which code computes the gated delta rule of hybrid targets: fla's kernels or transformers' torch functions.
+
+transformers decides when its module is imported: if ``fla`` imports, fla's kernel wins, GPU or not, and without a GPU
+it dies at the first forward pass. It also falls back to torch without a word when fla is broken. In bfloat16 the two
+drift apart by up to 2e-3 a tap, so the choice is made here, in the open, and recorded with every result. The module
+looks its functions up by name at call time; binding those names selects the kernel.
+"""
+
+import importlib.util
+import inspect
+from collections.abc import Callable
+from functools import wraps
+from types import ModuleType
+from typing import Any, Literal, cast
+
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from dflash.errors import DFlashError
+
+Kernel = Literal["fla", "torch"]
+
+_DELTA_RULES = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
+_CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
+
+
+class KernelError(DFlashError):
+    """The asked-for kernel cannot run here, or would mix up packed texts."""
+
+
+def select_kernel(name: Literal["auto", "fla", "torch"], *, device: torch.device | str) -> Kernel:
+    """Bind the linear-attention functions of Qwen3.5 targets for the whole process and say which they are.
+
+    ``auto`` takes fla where fla, triton and a CUDA ``device`` are all there. :class:`KernelError` if ``fla`` was asked
+    for and one of them is not: a silent fall-back is the fault this exists to prevent.
+    """
+    obstacle = _obstacle_to_fla(torch.device(device))
+    if name == "fla" and obstacle:
+        raise KernelError(f"kernel fla was asked for, but {obstacle}; use --kernel torch or mend that")
+    chosen: Kernel = "torch" if name == "torch" or obstacle else "fla"
+    for function in (*_DELTA_RULES, *_CONVOLUTIONS):
+        wrapped = _AS_IMPORTED[function]
+        setattr(modeling_qwen3_5, function, _torch_only(wrapped) if chosen == "torch" else wrapped)
+    return chosen
+
+
+def _obstacle_to_fla(device: torch.device) -> str | None:
+    if device.type != "cuda":
+        return f"the device is {device.type}"
+    for package in ("fla", "triton"):
+        if importlib.util.find_spec(package) is None:
+            return f"{package} is not installed"
+    for function in _DELTA_RULES:
+        # transformers swallows any exception of fla's import and keeps its own function.
+        implementation = inspect.getclosurevars(_AS_IMPORTED[function]).nonlocals.get("implementation")
+        if not getattr(implementation, "__module__", "").startswith("fla."):
+            return f"transformers could not import it and kept its own {function}"
+    return None
+
+
+def _torch_only(wrapped: Callable[..., Any]) -> Callable[..., Any]:
+    """The torch function under transformers' choice, with transformers' refusal of packed texts kept."""
+    function: Callable[..., Any] = inspect.unwrap(wrapped)
+
+    @wraps(function)
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        if kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None:
+            raise KernelError(f"{function.__name__} cannot keep packed texts apart; give one text a row")
+        return function(*args, **kwargs)
+
+    return guarded
+
+
+def _functions(module: ModuleType) -> dict[str, Callable[..., Any]]:
+    return {name: cast(Callable[..., Any], getattr(module, name)) for name in (*_DELTA_RULES, *_CONVOLUTIONS)}
+
+
+_AS_IMPORTED = _functions(modeling_qwen3_5)

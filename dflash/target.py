@@ -1,0 +1,328 @@
+"""The target: loaded as its causal-LM class with every weight accounted for, tapped by hooks, decoded greedily."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    DynamicCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen3_5ForCausalLM,
+    Qwen3ForCausalLM,
+)
+
+from dflash.config import DrafterConfig
+from dflash.errors import DFlashError
+from dflash.kernels import Kernel, select_kernel
+
+# Auto classes decide by files and versions; a vision-language class nests the layers under another path, so taps by
+# path would be silently wrong. A Qwen3.5 vision-language checkpoint is loaded as its text model alone.
+_CAUSAL_LM: dict[str, type[PreTrainedModel]] = {
+    "qwen3": Qwen3ForCausalLM,
+    "qwen3_5": Qwen3_5ForCausalLM,
+    "qwen3_5_text": Qwen3_5ForCausalLM,
+}
+_HEAD_POSITIONS = 256
+_ROWS_AT_ONCE = 32
+
+
+class TargetLoadError(DFlashError):
+    """The target is not there, is of an unknown architecture, or its weights do not fit its class exactly."""
+
+
+class TargetMismatchError(DFlashError):
+    """The drafter was made for another target."""
+
+
+@dataclass(frozen=True)
+class TapResult:
+    """``taps`` [B, S, K·H] in the target's dtype, in the order of the asked-for layers.
+
+    ``argmax`` [B, S] int64: the target's greedy token after each position; None if it was not asked for.
+    """
+
+    taps: Tensor
+    argmax: Tensor | None
+
+
+@dataclass(frozen=True)
+class Target:
+    """A frozen causal LM. ``kernel`` is "none" for a target without linear attention."""
+
+    path: str
+    config: PreTrainedConfig
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    kernel: Kernel | Literal["none"]
+    tensors: int
+    """Number of weight tensors of the loaded class."""
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        *,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kernel: Literal["auto", "fla", "torch"] = "auto",
+    ) -> Self:
+        """Load a local directory or a hub name; :class:`TargetLoadError` names each weight at fault."""
+        name = str(path)
+        config = _text_config(name)
+        layer_types = getattr(config, "layer_types", None) or ()
+        chosen: Kernel | Literal["none"] = "none"
+        if "linear_attention" in layer_types:
+            chosen = select_kernel(kernel, device=device)
+        model = _load_exactly(name, config, dtype)
+        model.requires_grad_(False).train(False).to(device)
+        return cls(name, config, model, load_tokenizer(name), chosen, len(model.state_dict()))
+
+    @property
+    def class_name(self) -> str:
+        return type(self.model).__name__
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.config.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        """Rows of the embedding; more than the tokenizer has tokens."""
+        return self._embedding.num_embeddings
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._embedding.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._embedding.weight.device
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The blocks of the text model, at the same path in every supported class."""
+        layers: nn.ModuleList = self.model.get_submodule("model.layers")  # type: ignore[assignment]
+        return layers
+
+    @property
+    def eos_token_ids(self) -> frozenset[int]:
+        """What ends a completion: the generation config's word, else the model config's; may be empty."""
+        generation = self.model.generation_config
+        ids = generation.eos_token_id if generation is not None else None
+        ids = self.config.eos_token_id if ids is None else ids
+        return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+    @property
+    def _embedding(self) -> nn.Embedding:
+        embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[assignment]
+        return embedding
+
+    def require_fit(self, config: DrafterConfig, *, source: str) -> None:
+        """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
+        pairs = (
+            ("hidden_size", config.hidden_size, self.hidden_size),
+            ("num_target_layers", config.num_target_layers, self.num_layers),
+        )
+        for name, drafter, target in pairs:
+            if drafter != target:
+                raise TargetMismatchError(
+                    f"{source}: the drafter's {name} is {drafter}, the target {self.path} has {target}; "
+                    f"evaluate it against the target it was trained on"
+                )
+        if config.mask_token_id >= self.vocab_size:
+            raise TargetMismatchError(
+                f"{source}: mask_token_id {config.mask_token_id} is outside the target's vocabulary of "
+                f"{self.vocab_size} rows; the mask is a row of the target's embedding"
+            )
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., H] of ``ids`` [...]."""
+        embeddings: Tensor = self._embedding(ids)
+        return embeddings
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [..., V] of normed hidden states [..., H] through the target's head."""
+        logits: Tensor = self.model.get_submodule("lm_head")(hidden)
+        return logits
+
+    @torch.inference_mode()
+    def taps(self, ids: Tensor, layer_ids: Sequence[int], *, argmax: bool = False) -> TapResult:
+        """Outputs of the blocks ``layer_ids`` for ``ids`` [B, S] in one pass; id L is ``hidden_states[L + 1]``.
+
+        Shorter rows are padded on the right with any token: attention, convolution and delta rule are all causal, so
+        no state before the padding can depend on it, and no mask is needed. Logits exist for a few positions at a time.
+        """
+        ids = ids.to(self.device)
+        width = self.hidden_size
+        taps = torch.empty(*ids.shape, len(layer_ids) * width, dtype=self.dtype, device=self.device)
+        with self._tapped(layer_ids, lambda i, output: taps[..., i * width : (i + 1) * width].copy_(output)):
+            hidden = self.model.get_submodule("model")(input_ids=ids, use_cache=False).last_hidden_state
+        if not argmax:
+            return TapResult(taps, None)
+        best = [self.logits(part).argmax(-1) for part in hidden.split(_HEAD_POSITIONS, dim=1)]
+        return TapResult(taps, torch.cat(best, dim=1))
+
+    @contextmanager
+    def _tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:
+        last = self.num_layers - 1
+        for layer in layer_ids:
+            if not 0 <= layer < last:
+                raise TargetMismatchError(
+                    f"tap {layer} is not a layer before the last of {self.path}, whose layers are 0..{last}"
+                )
+        handles = [
+            self.layers[layer].register_forward_hook(lambda _module, _inputs, output, i=i: keep(i, output))
+            for i, layer in enumerate(layer_ids)
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @torch.inference_mode()
+    def generate_greedy(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        ignore_eos: bool = False,
+        progress: Callable[[int], None] | None = None,
+    ) -> list[list[int]]:
+        """Greedy completions of non-empty ``prompts``, each ending with its end token or after ``max_new_tokens``.
+
+        ``progress`` is called with the number of tokens just added over all rows.
+        """
+        end = frozenset() if ignore_eos else self.eos_token_ids
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+        completions: list[list[int]] = [[] for _ in prompts]
+        for start in range(0, len(by_length), _ROWS_AT_ONCE):
+            rows = by_length[start : start + _ROWS_AT_ONCE]
+            generated = self._generate([prompts[i] for i in rows], max_new_tokens, end, progress)
+            for row, tokens in zip(rows, generated, strict=True):
+                completions[row] = tokens
+        return completions
+
+    def _generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        end: frozenset[int],
+        progress: Callable[[int], None] | None,
+    ) -> list[list[int]]:
+        """Rows padded on the left: with the mask, a delta net's state is still zero when the first real token comes."""
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        ids, mask = ids.to(self.device), mask.to(self.device)
+        positions = (mask.cumsum(-1) - 1).clamp(min=0)
+        cache = DynamicCache(config=self.config)
+        completions: list[list[int]] = [[] for _ in prompts]
+        open_rows = set(range(len(prompts)))
+        for _ in range(max_new_tokens):
+            output = self.model(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions,
+                cache=cache,
+                use_cache=True,
+                logits_to_keep=1,
+            )
+            ids = output.logits[:, -1:].argmax(-1)
+            for row in sorted(open_rows):
+                completions[row].append(int(ids[row, 0]))
+            if progress is not None:
+                progress(len(open_rows))
+            open_rows -= {row for row in open_rows if completions[row][-1] in end}
+            if not open_rows:
+                break
+            mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
+            positions = positions[:, -1:] + 1
+        return completions
+
+
+def _text_config(path: str) -> PreTrainedConfig:
+    """The config of the text model, out of a vision-language one where that is what ``path`` holds."""
+    if (Path(path).is_absolute() or path.startswith(".")) and not Path(path).is_dir():
+        raise TargetLoadError(f"target {path} is not a directory; give a directory with config.json and safetensors")
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise TargetLoadError(f"target {path} has no config that transformers can read: {_first_line(error)}") from None
+    if config.model_type not in _CAUSAL_LM:
+        raise TargetLoadError(
+            f"target {path} has model_type {config.model_type}, expected one of {', '.join(sorted(_CAUSAL_LM))}"
+        )
+    text: PreTrainedConfig = config.get_text_config()
+    if config.tie_word_embeddings:
+        text.tie_word_embeddings = True
+    return text
+
+
+def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with no weight missing, left over or misshaped, the vision tower and the MTP head apart."""
+    model_class = _CAUSAL_LM[config.model_type]
+    try:
+        loaded: Any = model_class.from_pretrained(
+            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except Exception as error:  # safetensors, hub and transformers share no base class
+        raise TargetLoadError(
+            f"target {path} could not be loaded as {model_class.__name__}: {_first_line(error)}"
+        ) from error
+    model: PreTrainedModel = loaded[0]
+    info: dict[str, Any] = loaded[1]
+    problems = [
+        f"{kind} {_some(sorted(_key(key) for key in info[field]))}"
+        for kind, field in (
+            ("missing", "missing_keys"),
+            ("unexpected", "unexpected_keys"),
+            ("misshaped", "mismatched_keys"),
+        )
+        if info[field]
+    ]
+    if problems:
+        raise TargetLoadError(
+            f"target {path} does not fit {model_class.__name__}: {'; '.join(problems)}; the directory is incomplete or "
+            f"holds another model than its config.json says"
+        )
+    return model
+
+
+def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
+    """The target's tokenizer. Raises :class:`TargetLoadError`."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise TargetLoadError(
+            f"target {path} has no tokenizer that transformers can read: {_first_line(error)}"
+        ) from None
+    return tokenizer
+
+
+def _key(entry: Any) -> str:
+    """A weight's name; misshaped ones come with their two shapes."""
+    return entry if isinstance(entry, str) else f"{entry[0]} {list(entry[1])} for {list(entry[2])}"
+
+
+def _some(names: Sequence[str], limit: int = 5) -> str:
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
+
+
+def _first_line(error: BaseException) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
