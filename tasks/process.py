@@ -17,6 +17,7 @@ CONNECTING_PROGRAMS = ("ssh", "scp", "sftp", "rsync", "rclone")
 
 CompletedProcess = subprocess.CompletedProcess
 Popen = subprocess.Popen
+TimeoutExpired = subprocess.TimeoutExpired
 DEVNULL = subprocess.DEVNULL
 PIPE = subprocess.PIPE
 
@@ -106,6 +107,18 @@ def start(
         )
     except OSError as error:
         raise ProcessError(f"{_named(argv)} could not be started: {error.strerror}") from None
+
+
+def birth(pid: int) -> str | None:
+    """Return what tells this life of ``pid`` from any other: boot and start time; None when no such process lives."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    # the second field is the program's name in brackets, which may hold anything
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in "ZX" else f"{boot}:{fields[19]}"
 
 
 def last_line(text: str) -> str:
