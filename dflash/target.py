@@ -1,5 +1,6 @@
 """The target: loaded as its causal-LM class with every weight accounted for, tapped by hooks, decoded greedily."""
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -157,7 +158,7 @@ class Target:
         logits: Tensor = self.model.get_submodule("lm_head")(hidden)
         return logits
 
-    @torch.inference_mode()
+    @torch.no_grad()  # not inference mode: a drafter is trained on these tensors
     def taps(self, ids: Tensor, layer_ids: Sequence[int], *, argmax: bool = False) -> TapResult:
         """Outputs of the blocks ``layer_ids`` for ``ids`` [B, S] in one pass; id L is ``hidden_states[L + 1]``.
 
@@ -278,9 +279,10 @@ def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     """The model with no weight missing, left over or misshaped, the vision tower and the MTP head apart."""
     model_class = _CAUSAL_LM[config.model_type]
     try:
-        loaded: Any = model_class.from_pretrained(
-            path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
-        )
+        with _report_left_to_us():
+            loaded: Any = model_class.from_pretrained(
+                path, config=config, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+            )
     except Exception as error:  # safetensors, hub and transformers share no base class
         raise TargetLoadError(
             f"target {path} could not be loaded as {model_class.__name__}: {_first_line(error)}"
@@ -304,10 +306,22 @@ def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     return model
 
 
+@contextmanager
+def _report_left_to_us() -> Iterator[None]:
+    """transformers prints a table of the weights at fault and goes on; here they are an error."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
 def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises :class:`TargetLoadError`."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(path)
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
     except (OSError, ValueError) as error:
         raise TargetLoadError(
             f"target {path} has no tokenizer that transformers can read: {_first_line(error)}"
