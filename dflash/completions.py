@@ -17,6 +17,8 @@ from dflash.errors import DFlashError
 
 TIMEOUT = 600.0
 """Seconds for one completion."""
+PROBE_TIMEOUT = 10.0
+"""Seconds to find out what kind of server it is."""
 REQUESTS = 8
 """Completions asked for at once."""
 
@@ -54,17 +56,12 @@ def complete(
     *,
     max_new_tokens: int,
     ignore_eos: bool,
-    eos_token_ids: frozenset[int],
     progress: Callable[[int, int], None],
 ) -> list[list[int]]:
-    """Greedy completion of each prompt; unless ``ignore_eos``, it ends with the first end-of-sequence token, included.
-
-    Raises :class:`ServerError`.
-    """
+    """Greedy completion of each prompt, up to where the server ends it. Raises :class:`ServerError`."""
 
     def one(prompt: Sequence[int]) -> list[int]:
-        ids = _ask(server, prompt, max_new_tokens, ignore_eos)
-        return ids if ignore_eos else until_end(ids, eos_token_ids)
+        return _ask(server, prompt, max_new_tokens, ignore_eos)
 
     completions: list[list[int]] = []
     with ThreadPoolExecutor(REQUESTS) as pool:
@@ -109,7 +106,7 @@ def _ask(server: Server, prompt: Sequence[int], max_new_tokens: int, ignore_eos:
 def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 (http only)
-    reply = _open(request)
+    reply = _open(request, TIMEOUT)
     if not isinstance(reply, dict):
         raise ServerError(f"server {url}: the answer is {type(reply).__name__}, expected a JSON object")
     return reply
@@ -118,7 +115,7 @@ def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
 def _get(url: str) -> Any:
     """The parsed answer; ``None`` when there is a server but not this page."""
     try:
-        return _open(urllib.request.Request(url))  # noqa: S310 (http only, checked by connect)
+        return _open(urllib.request.Request(url), PROBE_TIMEOUT)  # noqa: S310 (http only, checked by connect)
     except _StatusError:
         return None
 
@@ -127,16 +124,16 @@ class _StatusError(ServerError):
     """The server answered, with an error status."""
 
 
-def _open(request: urllib.request.Request) -> Any:
+def _open(request: urllib.request.Request, timeout: float) -> Any:
     url = request.full_url
     try:
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as reply:  # noqa: S310 (http only, checked by connect)
+        with urllib.request.urlopen(request, timeout=timeout) as reply:  # noqa: S310 (http only, checked by connect)
             return json.loads(reply.read())
     except urllib.error.HTTPError as error:
         said = error.read(200).decode(errors="replace").strip().replace("\n", " ")
         raise _StatusError(f"server {url}: answered {error.code} {error.reason}: {said}") from None
     except TimeoutError:
-        raise ServerError(f"server {url}: no answer within {TIMEOUT:.0f} s; is it overloaded?") from None
+        raise ServerError(f"server {url}: no answer within {timeout:.0f} s; is it overloaded?") from None
     except (urllib.error.URLError, ConnectionError, OSError) as error:
         reason = getattr(error, "reason", None) or error
         raise ServerError(f"server {url}: no answer ({reason}); is the server running there?") from None

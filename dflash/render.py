@@ -1,0 +1,130 @@
+"""``report.md``: the report for people, made from the report model and nothing else."""
+
+from collections.abc import Sequence
+
+from dflash.report import Metrics, Report
+
+
+def to_markdown(report: Report) -> str:
+    """The whole report as markdown: headline, figures beside the reference's, positions, prompts, checks, settings."""
+    parts = [
+        f"# {report.headline()}",
+        _facts(report),
+        _figures(report),
+        _positions(report.metrics),
+        _histogram(report.metrics),
+        _prompts(report),
+        _checks(report),
+        _timings(report),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _facts(report: Report) -> str:
+    checkpoint, target, settings = report.checkpoint, report.target, report.settings
+    lines = [
+        f"- checkpoint `{checkpoint.path}` ({checkpoint.format}, step {_or_dash(checkpoint.step)}), "
+        f"sha256 `{checkpoint.sha256}`, config from {checkpoint.config_source}",
+        f"- target `{target.path}` ({target.class_name}, {target.tensors} tensors, kernel {target.kernel}, "
+        f"{target.dtype}, {settings.device})",
+    ]
+    if report.reference is not None:
+        lines.append(f"- reference `{report.reference.path}`, sha256 `{report.reference.sha256}`")
+    if report.relay is not None:
+        lines.append(f"- relayed from `{report.relay.source}`, {report.relay.bytes} bytes")
+    lines += [
+        f"- {settings.num_prompts} prompts of `{settings.prompts}`, greedy completions by {settings.completions}, at "
+        f"most {settings.max_new_tokens} tokens{', end of sequence ignored' if settings.ignore_eos else ''}; "
+        f"{settings.completion_agreement:.2%} of their tokens are the loaded target's argmax",
+        f"- {settings.mode}, block {settings.block_size}, taps {', '.join(map(str, settings.target_layer_ids))}, "
+        f"thinking {'not asked' if settings.thinking is None else 'on' if settings.thinking else 'off'}",
+        f"- measured {report.created:%Y-%m-%d %H:%M:%S %Z} with "
+        + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
+    ]
+    if report.training is not None:
+        said = {name: value for name, value in report.training.model_dump().items() if value is not None}
+        lines.append("- training says " + ", ".join(f"{name} {value}" for name, value in said.items()))
+    return "\n".join(lines)
+
+
+def _figures(report: Report) -> str:
+    columns = [report.metrics] + ([report.reference_metrics] if report.reference_metrics else [])
+    names = ["", "drafter", "reference"][: len(columns) + 1]
+    rows = [
+        ["τ pooled (Σ advance / rounds, bonus included)", *(f"{one.tau.pooled:.3f}" for one in columns)],
+        ["95 % interval, bootstrap over prompts", *(_interval(one.tau.ci95) for one in columns)],
+        ["τ macro (mean over prompts)", *(f"{one.tau.macro:.3f}" for one in columns)],
+        ["τ at random anchors", *(_number(one.random_anchor_tau) for one in columns)],
+        ["rounds", *(str(one.rounds) for one in columns)],
+        ["of them cut by the end of a completion", *(str(one.cut_rounds) for one in columns)],
+        ["tokens", *(str(one.tokens) for one in columns)],
+    ]
+    for width in report.metrics.streak:
+        oracle = "" if width == "1" else ", an oracle"
+        rows.append(
+            [f"top-{width} streak (drafts only{oracle})", *(f"{one.streak[width]:.3f}" for one in columns)],
+        )
+    return "## Figures\n\n" + _table(names, rows)
+
+
+def _positions(metrics: Metrics) -> str:
+    rows = [
+        [str(slot + 1), str(metrics.accepted_by_position[slot]), *(_percent(values[slot]) for values in columns)]
+        for columns in [(metrics.acceptance_by_position, metrics.conditional_by_position, metrics.accuracy_by_position)]
+        for slot in range(len(metrics.accepted_by_position))
+    ]
+    note = (
+        "Acceptance: slots 1…k all right. Conditional: right when the slots before it were. Accuracy: right whatever "
+        "came before. Slots beyond the end of a completion count nowhere."
+    )
+    return f"## By position\n\n{note}\n\n" + _table(["slot", "accepted", "acceptance", "conditional", "accuracy"], rows)
+
+
+def _histogram(metrics: Metrics) -> str:
+    rows = [
+        [str(advance), str(count), f"{count / metrics.rounds:.1%}"]
+        for advance, count in enumerate(metrics.histogram, start=1)
+    ]
+    return "## Rounds by advance\n\n" + _table(["advance", "rounds", "share"], rows)
+
+
+def _prompts(report: Report) -> str:
+    rows = [[one.id, str(one.tokens), str(one.rounds), _number(one.tau)] for one in report.prompts]
+    return "## Prompts\n\n" + _table(["prompt", "tokens", "rounds", "τ"], rows)
+
+
+def _checks(report: Report) -> str:
+    rows = [
+        [check.name, _STATUS[check.status], _or_dash(check.measured), _or_dash(check.limit), check.explanation]
+        for check in report.checks
+    ]
+    return "## Checks\n\n" + _table(["check", "status", "measured", "limit", ""], rows)
+
+
+def _timings(report: Report) -> str:
+    rows = [[phase, f"{seconds:.1f} s"] for phase, seconds in report.timings.items()]
+    return "## Time\n\n" + _table(["phase", "time"], rows)
+
+
+_STATUS = {"pass": "pass", "warn": "**warn**", "fail": "**FAIL**", "skipped": "not verified"}
+
+
+def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def _interval(interval: tuple[float, float] | None) -> str:
+    return "–" if interval is None else f"{interval[0]:.3f} … {interval[1]:.3f}"
+
+
+def _number(value: float | None) -> str:
+    return "–" if value is None else f"{value:.3f}"
+
+
+def _percent(value: float | None) -> str:
+    return "–" if value is None else f"{value:.1%}"
+
+
+def _or_dash(value: object) -> str:
+    return "–" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
