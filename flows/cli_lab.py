@@ -1,0 +1,71 @@
+"""``dflash-ops lab``: the two hosts of the shipped setting on this machine, to try everything against."""
+
+import os
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from tasks import process
+from tasks.lab import Lab
+from tasks.state import state_dir
+
+app = typer.Typer(help="A local lab: two hosts with a real sshd on two networks.", no_args_is_help=True)
+
+
+@app.command()
+def up() -> None:
+    """Bring the lab up; when it is up already, nothing changes."""
+    lab = Lab.up(state_dir())
+    _show(lab)
+    if lab.weaker:
+        print(f"weaker than as root: {lab.weaker}")
+    print(f"\nexport DFLASH_HOSTS={lab.hosts_file}")
+    if lab.privileged:
+        print("dflash-ops lab exec operator -- bash    # a shell that reaches the hosts")
+
+
+@app.command()
+def down() -> None:
+    """End the lab and remove its hosts with all their files."""
+    state = state_dir()
+    if not Lab.remove(state):
+        print(f"there is no lab in {state}")
+
+
+@app.command()
+def status() -> None:
+    """Show the hosts; exit code 1 when one of them does not answer."""
+    lab = Lab.running(state_dir())
+    if not _show(lab):
+        raise typer.Exit(1)
+
+
+@app.command(context_settings={"ignore_unknown_options": True})
+def exec(
+    host: Annotated[str, typer.Argument(help="operator, kpro6 or ct129")],
+    argv: Annotated[list[str], typer.Argument(help="the command, after --")],
+) -> None:
+    """Run a command there, without ssh and without the guard; its exit code is this one's."""
+    lab = Lab.running(state_dir())
+    child = process.start(lab.argv(host, argv), env={**os.environ, **lab.environment})
+    while True:
+        try:
+            code = child.wait()
+            break
+        except KeyboardInterrupt:
+            # the terminal sent it to the command too, which decides what it means
+            continue
+    raise typer.Exit(code if code >= 0 else 128 - code)
+
+
+def _show(lab: Lab) -> bool:
+    """Print the hosts; whether all of them answer."""
+    hosts = lab.status()
+    table = Table("host", "address", "sshd", "reachable")
+    for host in hosts:
+        sshd = "not running" if host.sshd is None else f"pid {host.sshd}"
+        table.add_row(host.name, f"{host.address}:{host.port}", sshd, "yes" if host.reachable else "no")
+    Console().print(table)
+    return all(host.reachable for host in hosts)
