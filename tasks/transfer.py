@@ -40,13 +40,15 @@ def pump(source: int, sink: int, length: int, *, progress: Progress | None = Non
 
     Memory is one buffer of 1 MiB, whatever the length. Both descriptors should be pipes: theirs are widened to 1 MiB,
     so that the process on either side goes on while this one hashes. ``progress`` is called with (bytes done,
-    ``length``) ten times a second and at the end. Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
+    ``length``) at the start, ten times a second and at the end. Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
     """
     _widen(source)
     _widen(sink)
+    report = progress or (lambda done, total: None)
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(PIPE_BYTES))
     done, reported = 0, time.monotonic()
+    report(0, length)
     while done < length:
         count = os.readv(source, [buffer[: length - done]])
         if not count:
@@ -54,11 +56,10 @@ def pump(source: int, sink: int, length: int, *, progress: Progress | None = Non
         _write(sink, buffer[:count])
         digest.update(buffer[:count])
         done += count
-        if progress is not None and time.monotonic() - reported >= PROGRESS_SECONDS:
-            progress(done, length)
+        if time.monotonic() - reported >= PROGRESS_SECONDS:
             reported = time.monotonic()
-    if progress is not None:
-        progress(length, length)
+            report(done, length)
+    report(length, length)
     return digest.hexdigest()
 
 
@@ -66,14 +67,15 @@ class Receiver:
     """One file on its way into a destination: :meth:`open`, then bytes into :attr:`sink`, then :meth:`commit`.
 
     ``process`` runs :func:`receiver_argv` with pipes as stdin and stdout; ``place`` names the destination in messages;
-    ``diagnosis`` returns what the process said on stderr. Ending without :meth:`commit` leaves nothing over there.
+    ``explain`` makes an error of the exit code of a process that ended without a reply. Whoever started the process
+    ends it; without :meth:`commit` that leaves nothing over there.
     """
 
-    def __init__(self, process: Popen[bytes], place: str, diagnosis: Callable[[], str]) -> None:
+    def __init__(self, process: Popen[bytes], place: str, explain: Callable[[int], DFlashError]) -> None:
         assert process.stdin is not None
         assert process.stdout is not None
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self._place, self._diagnosis = place, diagnosis
+        self._place, self._explain = place, explain
 
     @property
     def sink(self) -> int:
@@ -84,23 +86,22 @@ class Receiver:
         self._send({"path": path, "size": size})
         self._reply()
 
-    def commit(self, sha256: str) -> str:
-        """Have the file put under its final name and return the receiver's own sha256, which is the same."""
+    def commit(self, sha256: str) -> None:
+        """Have the file put under its final name; raises unless what was stored has this ``sha256``."""
         self._send({"sha256": sha256})
-        received = str(self._reply()["sha256"])
-        if received != sha256:
-            raise ReceiverError(f"{self._place}: the receiver stored sha256 {received}, but {sha256} was sent")
+        stored = self._reply().get("sha256")
+        if stored != sha256:
+            raise ReceiverError(f"{self._place}: sha256 {sha256} was sent, but {stored} was stored: relay it again")
         if code := self._process.wait():
-            raise self._ended(code)
-        return received
+            raise self._explain(code)
 
-    def failure(self) -> ReceiverError:
-        """Return why the receiver stopped: its last reply, else its stderr and exit code."""
+    def failure(self) -> DFlashError:
+        """Return why the receiver stopped reading: its last reply, else what its exit code means."""
         try:
             self._reply()
-        except ReceiverError as error:
+        except DFlashError as error:
             return error
-        return self._ended(self._process.wait())
+        return self._explain(self._process.wait())
 
     def _send(self, fields: dict[str, Any]) -> None:
         try:
@@ -109,18 +110,13 @@ class Receiver:
             raise self.failure() from None
 
     def _reply(self) -> dict[str, Any]:
-        line = self._stdout.readline()
         try:
-            reply: dict[str, Any] = json.loads(line)
+            reply: dict[str, Any] = json.loads(self._stdout.readline())
         except ValueError:
-            raise self._ended(self._process.wait(), line) from None
+            raise self._explain(self._process.wait()) from None
         if not reply.get("ok"):
             raise ReceiverError(f"{self._place}: {reply.get('message', 'the receiver failed')}")
         return reply
-
-    def _ended(self, code: int, line: bytes = b"") -> ReceiverError:
-        said = self._diagnosis() or line.decode("utf-8", "replace").strip() or "it said nothing"
-        return ReceiverError(f"{self._place}: the receiver ended with exit code {code}: {said}")
 
 
 def receiver_argv() -> list[str]:
