@@ -40,7 +40,9 @@ def pump(source: int, sink: int, length: int, *, progress: Progress | None = Non
 
     Memory is one buffer of 1 MiB, whatever the length. Both descriptors should be pipes: theirs are widened to 1 MiB,
     so that the process on either side goes on while this one hashes. ``progress`` is called with (bytes done,
-    ``length``) at the start, ten times a second and at the end. Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
+    ``length``) at the start, ten times a second and at the end.
+
+    Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
     """
     _widen(source)
     _widen(sink)

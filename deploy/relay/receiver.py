@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import fcntl
 import hashlib
 import json
@@ -95,17 +94,15 @@ class Part:
 
     def _reserve(self) -> None:
         """Take the space now: a full disk is found before the first byte, not after the last but one."""
-        try:
-            if self.size:
-                os.posix_fallocate(self.fd, 0, self.size)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                raise
-            room = os.statvfs(self.directory)
+        room = os.statvfs(self.directory)
+        free = room.f_bavail * room.f_frsize
+        # Asked first, because a file system may fill itself up before it finds that it cannot.
+        if self.size > free:
             raise ReceiveError(
-                f"no room for {self.path!r}: {self.size} bytes needed, {room.f_bavail * room.f_frsize} free in "
-                f"{self.directory!r} ({os.strerror(error.errno or 0)})"
-            ) from None
+                f"no room for {self.path!r}: {self.size} bytes needed, {free} free in {self.directory!r}: make room there"
+            )
+        if self.size:
+            os.posix_fallocate(self.fd, 0, self.size)
 
     def _remove_stale_parts(self) -> None:
         part_of_this = re.compile(re.escape(f".{self.name}.part-") + "[0-9a-f]{16}")
