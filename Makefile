@@ -1,0 +1,50 @@
+# From a fresh clone `make demo` and `make test` set up whatever is missing by themselves.
+#   make demo        the whole pipeline over the local lab, with real numbers
+#   make test        all tests but the slow ones;  make test-slow  the slow ones
+#   make check       linter, formatter, types, import contract
+#   make venv        only the set-up;  make lab, make lab-down  the local lab by hand
+# Options: PYTHON=/path/to/python3 (3.11 or newer), ARGS="more arguments for pytest or the demo"
+
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$python; break; }; done)
+
+.PHONY: demo test test-slow check venv system lab lab-down clean
+
+demo: $(STAMP)
+	$(BIN)/dflash-ops demo $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
+
+test-slow: $(STAMP)
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+venv: $(STAMP)
+
+# touched last, so that an install that failed is tried again
+$(STAMP): pyproject.toml constraints.txt | system
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[model,ops,dev]'
+	touch $(STAMP)
+
+system:
+	@PYTHON='$(PYTHON)' sh deploy/setup-debian.sh
+
+lab: $(STAMP)
+	$(BIN)/dflash-ops lab up
+
+lab-down: $(STAMP)
+	$(BIN)/dflash-ops lab down
+
+clean:
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
