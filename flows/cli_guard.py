@@ -48,16 +48,16 @@ def requests(
     if not found:
         typer.echo("no request waits for a decision")
         return
-    table = listing("id", "asked", "where", "may", "bytes", "status")
+    table = listing("id", "status", "asked", "bytes", "may", "where", folded="where")
     for request in found:
         grant = request.plan.grant
         table.add_row(
             request.id,
-            show_time(request.created),
-            Text(_place(grant)),
-            " ".join(grant.verbs),
-            show_size(grant.bytes),
             request.status,
+            f"{show_duration(time.time() - request.created)} ago",
+            show_size(grant.bytes),
+            "\n".join(grant.verbs),
+            Text(_place(grant)),
         )
     console().print(table)
     typer.echo("decide with: dflash-ops guard approve ID, or dflash-ops guard deny ID")
@@ -129,17 +129,17 @@ def standing(context: typer.Context, hosts: HostsFile = None, as_json: AsJson = 
     if not live:
         typer.echo("no standing approval is in force")
         return
-    table = listing("id", "root", "may", "sessions", "bytes", "rate", "ends")
+    table = listing("id", "ends", "sessions", "bytes", "rate", "may", "root", folded="root")
     for approval in live:
         grant = approval.grant
         table.add_row(
             approval.id,
-            Text(_place(grant)),
-            " ".join(grant.verbs),
+            show_time(approval.not_after),
             str(grant.sessions),
             show_size(grant.bytes),
             show_rate(grant.rate or known.host(grant.host).read_limit),
-            show_time(approval.not_after),
+            "\n".join(grant.verbs),
+            Text(_place(grant)),
         )
     console().print(table)
 
@@ -192,7 +192,7 @@ def show(
     if as_json:
         typer.echo(json.dumps(entries))
         return
-    table = listing("time", "event", "request", "what")
+    table = listing("time", "event", "request", "what", folded="what")
     for entry in entries:
         rest = {
             name: value for name, value in entry.items() if name not in ("time", "event", "request", "prev", "digest")
@@ -226,7 +226,7 @@ def _open(hosts: Path | None) -> tuple[Inventory, ApprovalStore]:
 
 
 def _place(grant: ReadGrant) -> str:
-    return escape(f"{grant.host}:{grant.path if grant.path is not None else f'{grant.root} and below'}")
+    return escape(f"{grant.host}:{grant.path or (grant.root or '').rstrip('/') + '/**'}")
 
 
 def _seconds(request: Request, valid: str | None, until: str | None) -> int:

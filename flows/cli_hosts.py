@@ -32,7 +32,7 @@ def list_hosts(hosts: HostsFile = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps([_row(host) for host in known], indent=2))
         return
-    table = listing("host", "role", "address", "login", "keys", "limits")
+    table = listing("host", "role", "address", "login", "keys", "limits", folded="limits")
     for host in known:
         addresses = "\n".join(f"{address}:{port}" for address, port in host.endpoints)
         names = "\n".join([host.name, *(f"alias {alias.name}" for alias in host.aliases)])
@@ -48,11 +48,11 @@ def console() -> Console:
     return terminal
 
 
-def listing(*columns: str) -> Table:
-    """A table that folds what does not fit and shortens nothing."""
-    table = Table(box=box.SIMPLE, padding=(0, 1), pad_edge=False)
+def listing(*columns: str, folded: str) -> Table:
+    """A table that shortens nothing: the column ``folded`` gets what width the others leave and breaks its lines."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     for column in columns:
-        table.add_column(column, overflow="fold")
+        table.add_column(column, overflow="fold", no_wrap=column != folded)
     return table
 
 

@@ -158,7 +158,7 @@ class Plan(BaseModel):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         rows = [("host", grant.host), *(("host key", key) for key in grant.host_keys)]
-        rows.append(("path", grant.path) if grant.path is not None else ("everything below", grant.root or ""))
+        rows.append(("path", grant.path) if grant.path is not None else ("tree", grant.root or ""))
         rows += [
             ("may", ", ".join(grant.verbs)),
             ("sessions", str(grant.sessions)),

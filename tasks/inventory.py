@@ -316,7 +316,7 @@ def _name_hosts(tree: dict[str, Any], where: _Where) -> None:
 def _first(error: ValidationError, where: _Where) -> InventoryError:
     problems = error.errors(include_url=False)
     problem = problems[0]
-    key: KeyPath = problem["loc"]
+    key: KeyPath = tuple(part for part in problem["loc"] if part != "[key]")
     match problem["type"]:
         case "extra_forbidden" if key[-1] == "protected":
             message = "unknown key; a training host is protected and that cannot be switched off: remove the line"
@@ -378,15 +378,21 @@ def _endpoint_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:
     taken: dict[tuple[str, int], str] = {}
     protected = {_address(address): host.name for host in hosts if host.protected for address, _ in host.endpoints}
     for host in hosts:
-        for address, port in host.endpoints:
+        for key, address, port in _endpoints(host):
             place = (_address(address), port)
-            key: KeyPath = ("hosts", host.name, "address" if (address, port) == host.endpoints[0] else "aliases")
             if place in taken:
                 yield key, f"{address} port {port} belongs to {taken[place]} already; one machine is one entry"
             taken[place] = host.name
             if not host.protected and place[0] in protected:
                 owner = protected[place[0]]
                 yield key, f"{address} is the protected host {owner}; another sshd there is an alias of {owner}"
+
+
+def _endpoints(host: Host) -> Iterator[tuple[KeyPath, str, int]]:
+    yield ("hosts", host.name, "address"), host.address, host.port
+    for index, alias in enumerate(host.aliases):
+        if alias.address is not None:
+            yield ("hosts", host.name, "aliases", index, "address"), alias.address, alias.port
 
 
 def _key_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:

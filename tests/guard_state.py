@@ -1,0 +1,97 @@
+"""A guard for tests: an inventory with fresh keys, a CA with or without a passphrase, a store."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tasks import inventory, process
+from tasks.actions import Plan, ReadGrant
+from tasks.approvals import ApprovalStore
+from tasks.audit import Audit
+from tasks.inventory import Inventory
+
+PASSPHRASE = "correct horse"
+CHECKPOINT = "/workspace/dflash/checkpoints/step_400.pt"
+
+
+def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "") -> str:
+    """A key pair at ``path``; returns the public line without its comment."""
+    process.run(["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "test", "-f", path])
+    return public_line(path)
+
+
+def public_line(path: Path) -> str:
+    return " ".join(path.with_name(f"{path.name}.pub").read_text().split()[:2])
+
+
+@dataclass
+class GuardState:
+    """Everything under ``folder``: hosts.yaml, the CA, the store and the audit log."""
+
+    folder: Path
+    lab: bool = True
+    passphrase: str = ""
+    address: str = "10.1.2.6"
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.keys["ca"] = make_key(self.ca_key, passphrase=self.passphrase)
+        for name in ("training", "container", "inference"):
+            self.keys[name] = make_key(self.folder / name)
+        self.hosts_file.write_text(self.hosts_text())
+
+    @property
+    def ca_key(self) -> Path:
+        return self.folder / "ca"
+
+    @property
+    def hosts_file(self) -> Path:
+        return self.folder / "hosts.yaml"
+
+    def hosts_text(self) -> str:
+        return f"""\
+version: 1
+guard:
+  ca_public_key: "{self.keys["ca"]}"
+  ca_key: {self.ca_key}
+  lab: {str(self.lab).lower()}
+hosts:
+  kpro6:
+    role: training
+    address: {self.address}
+    aliases:
+      - name: ct200
+        host_keys: ["{self.keys["container"]}"]
+    user: dflash
+    host_keys: ["{self.keys["training"]}"]
+    source_addresses: [10.1.2.1]
+  ct129:
+    role: inference
+    address: 10.1.230.172
+    user: root
+    host_keys: ["{self.keys["inference"]}"]
+"""
+
+    @property
+    def inventory(self) -> Inventory:
+        return inventory.load(self.hosts_file)
+
+    @property
+    def audit(self) -> Audit:
+        return Audit(self.folder / "guard" / "audit.jsonl")
+
+    @property
+    def store(self) -> ApprovalStore:
+        return ApprovalStore(self.inventory, self.audit, self.folder / "guard")
+
+    def plan(self, path: str | None = CHECKPOINT, *, root: str | None = None, size: int = 1000) -> Plan:
+        grant = ReadGrant(
+            host="kpro6",
+            host_keys=self.inventory.host("kpro6").fingerprints,
+            path=path,
+            root=root,
+            verbs=("stat", "read"),
+            sessions=2,
+            bytes=size,
+        )
+        return Plan(grant=grant, effect="the file is read, nothing changes")
