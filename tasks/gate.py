@@ -36,7 +36,7 @@ Reply = TypeVar("Reply", bound=BaseModel)
 # The program needs a module to live in: dataclasses look their annotations up there.
 START_ORDINARY = (
     "import sys, types; gate = sys.modules['dflash_gate'] = types.ModuleType('dflash_gate'); "
-    "exec(sys.argv[1], gate.__dict__); gate.serve_ordinary()"
+    "exec(sys.argv[1], gate.__dict__); sys.exit(gate.serve(gate.OrdinaryAccess()))"
 )
 
 
