@@ -259,16 +259,15 @@ def _agreed(source: str, *places: tuple[str, Any]) -> Any:
 
 
 def _layer_types(raw: Mapping[str, Any], source: str) -> tuple[Any, ...]:
-    """``layer_types``, or what transformers' Qwen3 derives where it is absent."""
+    """``layer_types``; where it is absent every layer is full, unless the config speaks of windows."""
     stated, layers = raw.get("layer_types"), raw["num_hidden_layers"]
-    if stated is not None and not isinstance(stated, list):
+    if stated is None and raw.get("use_sliding_window"):
+        raise ConfigError(f"{source}: use_sliding_window is set without layer_types; name the type of each layer")
+    if stated is None:
+        return ("full_attention",) * layers if isinstance(layers, int) else ()
+    if not isinstance(stated, list):
         raise ConfigError(f"{source}: layer_types is {stated!r}, expected a list with one entry a layer")
-    if stated is not None:
-        return tuple(stated)
-    if not isinstance(layers, int):
-        raise ConfigError(f"{source}: num_hidden_layers is {layers!r}, expected a whole number")
-    first_sliding = raw.get("max_window_layers", 28) if raw.get("use_sliding_window") else layers
-    return tuple("sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers))
+    return tuple(stated)
 
 
 def _resolve_causal(raw: Mapping[str, Any], nested: Mapping[str, Any], layer_types: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -1,0 +1,58 @@
+"""What a checkpoint is and what is wrong with it, gathered instead of raised at the first fault."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from dflash.checkpoints import ConfigSource, open_checkpoint, read_tensors, value_problems
+
+
+class TensorInfo(BaseModel):
+    """One tensor of the drafter."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class Inspection(BaseModel):
+    """The answer of ``dflash inspect``; ``problems`` is empty for a checkpoint that can be evaluated."""
+
+    model_config = ConfigDict(frozen=True)
+
+    path: str
+    format: str
+    step: int | None
+    parameters: int
+    tensors: list[TensorInfo]
+    config: dict[str, Any]
+    config_source: ConfigSource
+    training: dict[str, Any]
+    problems: list[str]
+
+
+def inspect_checkpoint(
+    path: str | Path, *, drafter_config: Path | None = None, reference: Path | None = None
+) -> Inspection:
+    """Read the checkpoint as an evaluation would and list every fault of its tensors.
+
+    Where there is no layout or no config to judge by, the :class:`~dflash.checkpoint_layout.CheckpointError` or
+    :class:`~dflash.config.ConfigError` is raised as it is.
+    """
+    opened = open_checkpoint(path, drafter_config=drafter_config, reference=reference)
+    return Inspection(
+        path=str(opened.path),
+        format=opened.format,
+        step=opened.step,
+        parameters=sum(math.prod(record.shape) for _, record in opened.tensors.values()),
+        tensors=[
+            TensorInfo(name=name, shape=record.shape, dtype=record.dtype)
+            for name, (_, record) in opened.tensors.items()
+        ],
+        config=opened.config.to_dict(),
+        config_source=opened.config_source,
+        training=opened.training,
+        problems=opened.problems() + value_problems(read_tensors(opened)),
+    )
