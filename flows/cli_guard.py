@@ -82,19 +82,18 @@ def approve(
     if key is None:
         raise Refused("no CA key to sign with; name it with --ca-key, or as guard.ca_key in hosts.yaml")
     request.plan.render(console())
-    ends = show_time(time.time() + seconds)
-    standing = ", standing" if request.standing else ""
-    typer.echo(
-        f"request {request.id} of {show_time(request.created)}, valid for {show_duration(seconds)} ({ends}){standing}"
-    )
+    standing = "standing, " if request.standing else ""
+    end = show_time(time.time() + seconds)
+    typer.echo(f"request {request.id}: {standing}valid for {show_duration(seconds)}, until {end}")
     if sys.stdin.isatty():
         reason = reason or typer.prompt("reason")
         if request.status == "pending" and not typer.confirm("approve exactly this?"):
             typer.echo("nothing was decided")
             raise typer.Exit(1)
     approval = store.approve(request.id, reason=reason or "", ca_key=key, seconds=seconds)
-    by = "with the lab's CA, unattended" if known.guard.lab and not sys.stdin.isatty() else "with the operator's CA"
-    typer.echo(f"approved {by}: {request.id}, serial {approval.serial}, until {show_time(approval.not_after)}")
+    by = "the lab's CA, unattended" if known.guard.lab and not sys.stdin.isatty() else "the operator's CA"
+    typer.echo(f"approved: {request.id}, signed with {by}")
+    typer.echo(f"serial {approval.serial}, until {show_time(approval.not_after)}")
 
 
 @app.command()
@@ -172,7 +171,7 @@ def request_standing(
         effect=effect,
     )
     request = store.request(plan, standing=True)
-    typer.echo(f"request {request.id} waits; to approve it: dflash-ops guard approve {request.id} --valid 30d")
+    typer.echo(f"request {request.id} waits; dflash-ops guard approve {request.id} --valid 30d")
 
 
 @standing_app.command("drop")
