@@ -1,3 +1,3 @@
 """Fixtures of the whole suite live in the modules named here."""
 
-pytest_plugins = ["tests.tiny", "tests.labs"]
+pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds"]
