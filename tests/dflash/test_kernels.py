@@ -1,0 +1,45 @@
+import importlib.util
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers.models.qwen3_5 import modeling_qwen3_5
+
+from dflash.kernels import KernelError, select_kernel
+
+
+@pytest.fixture(autouse=True)
+def _torch_afterwards() -> Iterator[None]:
+    yield
+    select_kernel("torch", device="cpu")
+
+
+def test_auto_is_torch_without_a_gpu() -> None:
+    assert select_kernel("auto", device="cpu") == "torch"
+
+
+def test_fla_is_refused_rather_than_replaced() -> None:
+    with pytest.raises(KernelError, match="kernel fla was asked for, but the device is cpu"):
+        select_kernel("fla", device="cpu")
+
+
+@pytest.mark.skipif(importlib.util.find_spec("fla") is not None, reason="fla is installed")
+def test_a_missing_package_is_named() -> None:
+    with pytest.raises(KernelError, match="fla is not installed"):
+        select_kernel("fla", device="cuda")
+
+
+def test_the_bound_torch_functions_compute_the_delta_rule() -> None:
+    """With fla and triton installed, what transformers bound at import dies here on a machine without a GPU."""
+    select_kernel("torch", device="cpu")
+    q, k, v = torch.randn(3, 1, 5, 2, 8).unbind(0)
+    gate, beta = -torch.rand(1, 5, 2), torch.rand(1, 5, 2)
+    chunk, _ = modeling_qwen3_5.torch_chunk_gated_delta_rule(q, k, v, g=gate, beta=beta)
+    recurrent, _ = modeling_qwen3_5.torch_recurrent_gated_delta_rule(q, k, v, g=gate, beta=beta)
+    torch.testing.assert_close(chunk, recurrent)
+
+
+def test_packed_texts_are_refused_by_the_torch_functions() -> None:
+    select_kernel("torch", device="cpu")
+    with pytest.raises(KernelError, match="cannot keep packed texts apart"):
+        modeling_qwen3_5.torch_chunk_gated_delta_rule(cu_seqlens=torch.tensor([0, 2]))
