@@ -48,7 +48,7 @@ def requests(
     if not found:
         typer.echo("no request waits for a decision")
         return
-    table = listing("id", "status", "asked", "bytes", "may", "where", folded="where")
+    table = listing("id", "status", "asked", "bytes", "where", "may", folded="where")
     for request in found:
         grant = request.plan.grant
         table.add_row(
@@ -56,8 +56,8 @@ def requests(
             request.status,
             f"{show_duration(time.time() - request.created)} ago",
             show_size(grant.bytes),
-            "\n".join(grant.verbs),
             Text(_place(grant)),
+            "\n".join(grant.verbs),
         )
     console().print(table)
     typer.echo("decide with: dflash-ops guard approve ID, or dflash-ops guard deny ID")
@@ -128,18 +128,13 @@ def standing(context: typer.Context, hosts: HostsFile = None, as_json: AsJson = 
     if not live:
         typer.echo("no standing approval is in force")
         return
-    table = listing("id", "ends", "sessions", "bytes", "rate", "may", "root", folded="root")
+    table = listing("id", "limits", "where", "may", folded="where")
     for approval in live:
         grant = approval.grant
-        table.add_row(
-            approval.id,
-            show_time(approval.not_after),
-            str(grant.sessions),
-            show_size(grant.bytes),
-            show_rate(grant.rate or known.host(grant.host).read_limit),
-            "\n".join(grant.verbs),
-            Text(_place(grant)),
-        )
+        speed = show_rate(grant.rate or known.host(grant.host).read_limit)
+        limits = f"{grant.sessions} sessions", f"{show_size(grant.bytes)} in all", speed
+        ends = f"until {show_time(approval.not_after)}"
+        table.add_row(approval.id, "\n".join((*limits, ends)), Text(_place(grant)), "\n".join(grant.verbs))
     console().print(table)
 
 
