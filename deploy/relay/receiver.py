@@ -99,7 +99,7 @@ class Part:
         # Asked first, because a file system may fill itself up before it finds that it cannot.
         if self.size > free:
             raise ReceiveError(
-                f"no room for {self.path!r}: {self.size} bytes needed, {free} free in {self.directory!r}: make room there"
+                f"no room for {self.path!r}: {self.size} bytes needed, {free} free there: make room"
             )
         if self.size:
             os.posix_fallocate(self.fd, 0, self.size)

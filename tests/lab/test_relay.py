@@ -1,0 +1,398 @@
+"""A file from the training host to the inference host of the lab, and everything that can go wrong on its way."""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from dflash.errors import DFlashError, UsageError
+from tasks import inventory, process
+from tasks.approvals import ApprovalStore
+from tasks.audit import Audit
+from tasks.errors import Refused
+from tasks.inventory import Inventory, Location
+from tasks.lab import Lab
+from tasks.relay import DEFAULT_MAX_BYTES, RelayResult, plan_relay, relay
+from tasks.ssh import Connector, HostKeyError
+from tasks.transfer import Progress, ReceiverError
+
+pytestmark = pytest.mark.lab
+
+SOURCES = "/workspace/dflash/checkpoints"
+DESTINATIONS = "/root/eval/cache"
+IN_FLIGHT = 48 << 20  # more than all pipes and windows on the way hold together
+
+
+@dataclass
+class Desk:
+    """The operator's side: what the command line makes of one ``hosts.yaml``."""
+
+    lab: Lab
+    known: Inventory
+    store: ApprovalStore
+    connector: Connector
+
+    @classmethod
+    def of(cls, lab: Lab, hosts: Path | None = None) -> "Desk":
+        known, audit = inventory.load(hosts or lab.hosts_file), Audit()
+        store = ApprovalStore(known, audit)
+        return cls(lab, known, store, Connector(known, store, audit))
+
+    def place(self, host: str, path: str) -> Location:
+        return self.known.location(f"{host}:{self.lab.seen(host, path)}")
+
+    def approve(self, source: Location, destination: Location, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+        plan = plan_relay(source, destination, max_bytes=max_bytes)
+        assert plan is not None
+        self.store.approve(self.store.request(plan).id, reason="test", ca_key=self.lab.ca_key, seconds=600)
+
+    def relay(
+        self,
+        source: Location,
+        destination: Location,
+        *,
+        progress: Progress | None = None,
+        max_bytes: int = DEFAULT_MAX_BYTES,
+    ) -> RelayResult:
+        return relay(self.connector, self.store, source, destination, max_bytes=max_bytes, progress=progress)
+
+
+@dataclass
+class Way:
+    """One source on the training host and its destination, each in a directory of its own."""
+
+    desk: Desk
+    source: Location
+    destination: Location
+    source_file: Path
+    destination_file: Path
+
+    def relay(self, progress: Progress | None = None) -> RelayResult:
+        return self.desk.relay(self.source, self.destination, progress=progress)
+
+    def arrived(self) -> list[str]:
+        """Every name in the destination's directory once the receiver has gone."""
+        folder = self.destination_file.parent
+        wait_until(lambda: not folder.exists() or not any(".part-" in name for name in os.listdir(folder)))
+        return sorted(os.listdir(folder)) if folder.exists() else []
+
+
+@pytest.fixture
+def desk(lab: Lab) -> Desk:
+    return Desk.of(lab)
+
+
+@pytest.fixture
+def way(desk: Desk, request: pytest.FixtureRequest) -> Iterator[Way]:
+    """A way with a source of :data:`IN_FLIGHT` bytes and an approval."""
+    name = f"{request.node.name.replace('[', '-').replace(']', '')}/step 1's «τ» $(true).pt"
+    made = make_way(desk, name)
+    made.source_file.parent.mkdir(parents=True)
+    made.source_file.write_bytes(os.urandom(IN_FLIGHT))
+    desk.approve(made.source, made.destination)
+    yield made
+    made.source_file.unlink(missing_ok=True)
+    made.destination_file.unlink(missing_ok=True)
+
+
+def make_way(desk: Desk, name: str) -> Way:
+    source, destination = f"{SOURCES}/{name}", f"{DESTINATIONS}/{name}"
+    return Way(
+        desk,
+        desk.place("kpro6", source),
+        desk.place("ct129", destination),
+        desk.lab.host_path("kpro6", source),
+        desk.lab.host_path("ct129", destination),
+    )
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)
+
+
+def at_first_bytes(action: Callable[[], object]) -> Progress:
+    """A progress callback that acts once, when the gate has opened the source and its bytes begin to move."""
+    calls = []
+
+    def progress(done: int, total: int) -> None:
+        if not calls:
+            calls.append(done)
+            action()
+
+    return progress
+
+
+def test_file_arrives_whole_and_verified(way: Way) -> None:
+    seen: list[tuple[int, int]] = []
+    result = way.relay(lambda done, total: seen.append((done, total)))
+    content = way.source_file.read_bytes()
+    assert way.destination_file.read_bytes() == content
+    assert result.sha256 == hashlib.sha256(content).hexdigest()
+    assert (result.bytes, result.identity.inode) == (len(content), way.source_file.stat().st_ino)
+    assert result.mb_per_s == pytest.approx(len(content) / 1e6 / result.seconds)
+    assert (seen[0][0], seen[-1]) == (0, (len(content), len(content)))
+    assert way.arrived() == [way.destination_file.name]
+
+
+def test_second_relay_replaces_the_first_under_the_same_approval(way: Way) -> None:
+    way.relay()
+    first = way.destination_file.stat().st_ino
+    way.relay()
+    assert way.destination_file.stat().st_ino != first
+    assert way.destination_file.read_bytes() == way.source_file.read_bytes()
+
+
+def test_unprotected_source_needs_no_approval(desk: Desk) -> None:
+    desk.lab.host_path("ct129", f"{DESTINATIONS}/here").write_bytes(b"free")
+    desk.relay(desk.place("ct129", f"{DESTINATIONS}/here"), desk.place("ct129", f"{DESTINATIONS}/there"))
+    assert desk.lab.host_path("ct129", f"{DESTINATIONS}/there").read_bytes() == b"free"
+
+
+def test_without_approval_nothing_happens_on_either_host(desk: Desk) -> None:
+    way = make_way(desk, "unapproved/file")
+    way.source_file.parent.mkdir()
+    way.source_file.write_bytes(b"secret")
+    logs = [desk.lab.host_path(host, "/var/log/sshd.log") for host in ("kpro6", "ct129")]
+    before = [log.read_text() for log in logs]
+    with pytest.raises(Refused, match="dflash-ops guard approve") as refused:
+        way.relay()
+    assert refused.value.exit_code == 77
+    assert refused.value.request_id is not None
+    assert [log.read_text() for log in logs] == before
+    assert way.arrived() == []
+
+
+def test_protected_destination_is_refused(way: Way) -> None:
+    with pytest.raises(Refused, match="kpro6 is protected"):
+        way.desk.relay(way.source, way.desk.place("kpro6", f"{SOURCES}/copy"))
+
+
+def test_both_ends_must_name_a_host(way: Way) -> None:
+    with pytest.raises(UsageError, match="names no host"):
+        way.desk.relay(way.source, Location(None, "/tmp/copy"))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda file: None, "No such file or directory"),
+        (lambda file: file.mkdir(), "is a directory: name one file"),
+        (lambda file: os.mkfifo(file), "is not a regular file: name one file"),
+        (lambda file: file.touch(), "is empty: relay it when it has been written"),
+        (lambda file: file.write_bytes(bytes(2_000_000)), "2 MB, but 1 MB were asked for"),
+    ],
+    ids=["missing", "directory", "fifo", "empty", "larger than asked for"],
+)
+def test_unfit_source_is_named(
+    desk: Desk, make: Callable[[Path], object], message: str, request: pytest.FixtureRequest
+) -> None:
+    way = make_way(desk, f"unfit {request.node.callspec.id}/file")
+    way.source_file.parent.mkdir()
+    make(way.source_file)
+    desk.approve(way.source, way.destination, max_bytes=1_000_000)
+    with pytest.raises(DFlashError, match=message) as error:
+        desk.relay(way.source, way.destination, max_bytes=1_000_000)
+    assert "\n" not in str(error.value)
+    assert way.arrived() == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: os.truncate(file, IN_FLIGHT + 1), "changed while read"),
+        (lambda file: os.truncate(file, IN_FLIGHT // 2), "changed while read"),
+        (lambda file: os.utime(file, (0, 0)), "changed while read"),
+        (lambda file: file.unlink(), "vanished while it was read"),
+        (lambda file: (file.with_name("new").write_bytes(b"new"), file.with_name("new").rename(file)), "changed while"),
+    ],
+    ids=["growing", "truncated", "touched", "vanishing", "replaced"],
+)
+def test_source_that_changes_while_it_is_read_never_gets_its_final_name(
+    way: Way, change: Callable[[Path], object], message: str
+) -> None:
+    with pytest.raises(DFlashError, match=message) as error:
+        way.relay(at_first_bytes(lambda: change(way.source_file)))
+    assert "\n" not in str(error.value)
+    assert way.arrived() == []
+
+
+def test_unprotected_source_that_changes_is_noticed_too(desk: Desk) -> None:
+    file = desk.lab.host_path("ct129", f"{DESTINATIONS}/growing")
+    file.write_bytes(b"first")
+    with pytest.raises(DFlashError, match="changed while"):
+        desk.relay(
+            desk.place("ct129", f"{DESTINATIONS}/growing"),
+            desk.place("ct129", f"{DESTINATIONS}/grown"),
+            progress=at_first_bytes(lambda: os.utime(file, (0, 0))),
+        )
+    assert not desk.lab.host_path("ct129", f"{DESTINATIONS}/grown").exists()
+
+
+def test_used_up_grant_refuses(desk: Desk) -> None:
+    way = make_way(desk, "used up/file")
+    way.source_file.parent.mkdir()
+    way.source_file.write_bytes(bytes(700_000))
+    desk.approve(way.source, way.destination, max_bytes=1_000_000)
+    desk.relay(way.source, way.destination, max_bytes=1_000_000)
+    with pytest.raises(Refused):
+        desk.relay(way.source, way.destination, max_bytes=1_000_000)
+    assert way.destination_file.read_bytes() == bytes(700_000)
+
+
+def test_directory_as_destination_is_refused(way: Way) -> None:
+    way.destination_file.mkdir(parents=True)
+    with pytest.raises(ReceiverError, match="is a directory: give the file's full name"):
+        way.relay()
+    way.destination_file.rmdir()
+
+
+def test_destination_below_a_file_is_refused(way: Way) -> None:
+    in_the_way = way.destination_file.parent
+    in_the_way.write_bytes(b"in the way")
+    with pytest.raises(ReceiverError, match=r"ct129:.*(exists|Not a directory)"):
+        way.relay()
+    assert in_the_way.read_bytes() == b"in the way"
+    in_the_way.unlink()
+
+
+def test_full_destination_is_found_before_the_first_byte(way: Way) -> None:
+    if not way.desk.lab.privileged:
+        pytest.skip("mounting a small disk needs root")
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", "/mnt"]
+    assert way.desk.lab.exec("ct129", mount).returncode == 0
+    called: list[int] = []
+    try:
+        with pytest.raises(ReceiverError, match=rf"no room for '/mnt/file': {IN_FLIGHT} bytes needed, \d+ free"):
+            way.desk.relay(
+                way.source, way.desk.place("ct129", "/mnt/file"), progress=lambda done, total: called.append(done)
+            )
+        assert way.desk.lab.exec("ct129", ["ls", "-A", "/mnt"]).stdout.strip() == ""
+        assert called == []
+    finally:
+        way.desk.lab.exec("ct129", ["umount", "/mnt"])
+
+
+def ssh_children(pid: int, host: str) -> list[int]:
+    """The ssh processes of ``pid`` that lead to ``host``."""
+    found = []
+    for children in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
+            if words[0].endswith(b"ssh") and host.encode() in words:
+                found.append(child)
+    return found
+
+
+@pytest.mark.parametrize("host", ["kpro6", "ct129"])
+def test_killed_ssh_is_an_error_and_a_second_try_works(way: Way, host: str) -> None:
+    def kill() -> None:
+        (child,) = ssh_children(os.getpid(), host)
+        os.kill(child, signal.SIGKILL)
+
+    with pytest.raises(DFlashError, match=rf"{host}.*(signal 9|status -9)") as error:
+        way.relay(at_first_bytes(kill))
+    assert "\n" not in str(error.value)
+    assert way.arrived() == []
+    way.relay()
+    assert way.arrived() == [way.destination_file.name]
+
+
+@pytest.mark.parametrize("host", ["kpro6", "ct129"])
+def test_crashed_sshd_is_an_error_and_a_second_try_works(way: Way, host: str) -> None:
+    try:
+        with pytest.raises(DFlashError, match=host):
+            way.relay(at_first_bytes(lambda: way.desk.lab.kill_sshd(host)))
+    finally:
+        way.desk.lab.restart_sshd(host)
+    assert way.arrived() == []
+    way.relay()
+    assert way.arrived() == [way.destination_file.name]
+
+
+@pytest.mark.parametrize("host", ["kpro6", "ct129"])
+def test_wrong_host_key_stops_before_authentication(lab: Lab, tmp_path: Path, host: str) -> None:
+    process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", tmp_path / "other"])
+    tree = yaml.safe_load(lab.hosts_file.read_text())
+    tree["hosts"][host]["host_keys"] = [(tmp_path / "other.pub").read_text()]
+    (tmp_path / "hosts.yaml").write_text(yaml.safe_dump(tree))
+    way = make_way(Desk.of(lab, tmp_path / "hosts.yaml"), f"wrong key of {host}/file")
+    way.source_file.parent.mkdir()
+    way.source_file.write_bytes(b"content")
+    way.desk.approve(way.source, way.destination)
+    with pytest.raises(HostKeyError, match=rf"{host} .* showed the host key"):
+        way.relay()
+    assert way.arrived() == []
+
+
+SCRIPT = """
+import sys, typer
+from pathlib import Path
+from dflash.errors import run_cli
+from flows.cli_relay import relay
+app = typer.Typer()
+app.command()(relay)
+try:
+    run_cli(app)
+finally:
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    print(peak.split()[1], file=sys.stderr)
+"""
+
+
+def command(way: Way, *options: str) -> process.Popen[bytes]:
+    ends = [f"kpro6:{way.source.path}", f"ct129:{way.destination.path}"]
+    return process.start([sys.executable, "-c", SCRIPT, *ends, *options], stdout=process.PIPE, stderr=process.PIPE)
+
+
+def finish(running: process.Popen[bytes]) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of a command."""
+    printed, said = running.communicate(timeout=120)
+    return running.returncode, printed.decode(), said.decode()
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, signum: int, code: int) -> None:
+    size = 120_000_000  # more than half a second at the lab's read limit
+    os.truncate(way.source_file, size)
+    running = command(way)
+    folder = way.destination_file.parent
+    wait_until(lambda: folder.exists() and any(".part-" in name for name in os.listdir(folder)))
+    children = ssh_children(running.pid, "kpro6") + ssh_children(running.pid, "ct129")
+    assert len(children) == 2
+    running.send_signal(signum)
+    ended, _, said = finish(running)
+    assert ended == code
+    assert "Traceback" not in said
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
+    assert way.arrived() == []
+
+    ended, printed, said = finish(command(way, "--json"))
+    assert ended == 0, said
+    result = json.loads(printed)
+    assert (result["bytes"], way.destination_file.stat().st_size) == (size, size)
+    assert result["sha256"] == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
+    assert int(said.split()[-1]) < 150 * 1024  # KiB at the peak
+    assert way.arrived() == [way.destination_file.name]
+
+
+def test_plan_shows_what_is_asked_and_touches_nothing(desk: Desk) -> None:
+    way = make_way(desk, "planned/file")
+    requests = len(desk.store.requests())
+    ended, printed, said = finish(command(way, "--plan"))
+    assert ended == 0, said
+    assert str(DEFAULT_MAX_BYTES) in printed
+    assert "not approved" in printed
+    assert len(desk.store.requests()) == requests
+    desk.approve(way.source, way.destination)
+    assert "approved: " in finish(command(way, "--plan"))[1]
