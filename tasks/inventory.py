@@ -268,8 +268,8 @@ def _dotted(key: KeyPath) -> str:
 
 
 def _read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
-    loader = yaml.SafeLoader(text)
     try:
+        loader = yaml.SafeLoader(text)
         node = loader.get_single_node()
         if node is None:
             return None, {}
@@ -280,8 +280,8 @@ def _read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
         raise InventoryError(f"{source}{line}: not YAML: {error.problem}") from None
     except yaml.YAMLError as error:
         raise InventoryError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    finally:
-        loader.dispose()
+    except RecursionError:
+        raise InventoryError(f"{source}: a YAML anchor contains itself; write the values out") from None
 
 
 def _lines(node: yaml.Node, key: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:

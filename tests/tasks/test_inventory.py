@@ -115,7 +115,9 @@ def test_a_protected_host_needs_a_pinned_key() -> None:
         inventory.parse(text)
 
 
-@pytest.mark.parametrize("text", ["", "- a\n", "version: [1\n", "a: b: c\n", "version: 1\n"])
+@pytest.mark.parametrize(
+    "text", ["", "- a\n", "version: [1\n", "a: b: c\n", "version: 1\n", "a: \x07\n", "a: &a [*a]\n", "[a]: 1\n"]
+)
 def test_other_texts_are_one_line_errors(text: str) -> None:
     with pytest.raises(InventoryError) as caught:
         inventory.parse(text)
