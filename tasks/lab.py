@@ -6,6 +6,7 @@ hosts run a real sshd; on ``kpro6`` the only way in is a certificate, and the on
 
 import json
 import os
+import re
 import shutil
 import socket
 import sys
@@ -397,8 +398,7 @@ def _remove(folder: Path) -> bool:
     """Remove what a lab put into its folder, and the folder when nothing else is in it; False when there is none."""
     if not folder.exists():
         return False
-    mounts = Path("/proc/self/mounts").read_text(encoding="utf-8", errors="replace").splitlines()
-    if mounted := [line.split()[1] for line in mounts if line.split()[1].startswith(f"{folder}/")]:
+    if mounted := [point for point in mount_points() if point.is_relative_to(folder)]:
         raise LabError(f"{mounted[0]} is mounted inside the lab's folder, which would be removed: unmount it first")
     for name in ("keys", *HOSTS):
         if (folder / name).exists():
@@ -407,6 +407,13 @@ def _remove(folder: Path) -> bool:
     if not any(folder.iterdir()):
         folder.rmdir()
     return True
+
+
+def mount_points() -> list[Path]:
+    """Every mount point that the calling thread sees; its namespace need not be the process's."""
+    lines = Path("/proc/thread-self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    # the kernel writes blanks and backslashes as three octal digits
+    return [Path(re.sub(r"\\([0-7]{3})", lambda code: chr(int(code[1], 8)), line.split()[4])) for line in lines]
 
 
 def _host(name: str) -> LabHost:

@@ -1,21 +1,49 @@
 """The ``lab`` fixture: one real lab for the whole run, entered on the operator's side."""
 
 import os
+import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from tasks import process
 from tasks.lab import Lab, LabBusyError
 
 PATIENCE = 600.0
 
 
+@dataclass(frozen=True)
+class MachineNetwork:
+    """The machine's own network, from whichever namespace one looks."""
+
+    namespace: int
+    before: str
+    """Addresses and routes as they were before a lab came up."""
+
+    def now(self) -> str:
+        """Addresses and routes of the machine, without the seconds that count down in them."""
+        inside = ["nsenter", f"--net=/proc/{os.getpid()}/fd/{self.namespace}", "--"]
+        looks = (["address"], ["route", "show", "table", "all"], ["-6", "route", "show", "table", "all"])
+        text = "".join(process.run([*inside, "ip", "-o", *look]).stdout for look in looks)
+        return re.sub(r"\b(valid_lft|preferred_lft|expires) \S+", "", text)
+
+
 @pytest.fixture(scope="session")
-def lab() -> Iterator[Lab]:
+def machine_network() -> Iterator[MachineNetwork]:
+    """The machine's network as it was before the run's lab; read by root only."""
+    namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
+    before = MachineNetwork(namespace, "").now() if os.geteuid() == 0 else ""
+    yield MachineNetwork(namespace, before)
+    os.close(namespace)
+
+
+@pytest.fixture(scope="session")
+def lab(machine_network: MachineNetwork) -> Iterator[Lab]:
     """A lab with a state folder of its own, ``DFLASH_STATE`` and ``DFLASH_HOSTS`` set, this thread inside its network.
 
     Another lab on this machine, of a demo or a second test run, is waited for.
@@ -24,17 +52,15 @@ def lab() -> Iterator[Lab]:
         pytest.skip("no sshd here: `make test` installs it as root, otherwise install openssh-server")
     # not pytest's folder: that may be a tmpfs, and the hosts' files have to be on a disk
     state = Path(tempfile.mkdtemp(prefix="dflash-lab-", dir="/var/tmp"))
+    running = _up(state)
     try:
-        with pytest.MonkeyPatch.context() as patch:
-            running = _up(state)
-            try:
-                for name, value in running.environment.items():
-                    patch.setenv(name, value)
-                with running.entered():
-                    yield running
-            finally:
-                running.down()
+        with pytest.MonkeyPatch.context() as patch, running.entered():
+            for name, value in running.environment.items():
+                patch.setenv(name, value)
+            yield running
     finally:
+        # a lab that cannot be taken down keeps its folder: something may still be mounted in it
+        running.down()
         shutil.rmtree(state)
 
 
