@@ -1,0 +1,28 @@
+"""Where Prefect keeps its state and how it behaves; set before ``prefect`` is imported, for it reads its settings then.
+
+Prefect is the queue, the clock and the screen. Its home lies in the project's state folder, so that nothing of another
+Prefect installation is read or changed. With ``PREFECT_API_URL`` set, runs go to that server; without it an embedded
+server is started for the run.
+"""
+
+import os
+
+from tasks.state import state_dir
+
+EMBEDDED_SERVER_START_SECONDS = 180  # the first start migrates the database: 15 s on two idle cores
+
+
+def configure_prefect() -> None:
+    """Put this project's Prefect settings into the environment; what the user has set there stays."""
+    settings = {
+        "PREFECT_HOME": str(state_dir() / "prefect"),
+        "PREFECT_SERVER_ANALYTICS_ENABLED": "false",
+        "DO_NOT_TRACK": "1",
+        "PREFECT_SERVER_ALLOW_EPHEMERAL_MODE": "true",
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS": str(EMBEDDED_SERVER_START_SECONDS),
+        "PREFECT_SERVER_LOGGING_LEVEL": "ERROR",
+        # Runs keep their log on the server; the terminal shows what the project itself prints.
+        "PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL": "CRITICAL",
+    }
+    for name, value in settings.items():
+        os.environ.setdefault(name, value)
