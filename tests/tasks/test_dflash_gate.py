@@ -1,0 +1,689 @@
+"""The gate program: its functions as a module, the program itself, and the program behind a real sshd."""
+
+import ast
+import base64
+import dataclasses
+import importlib.machinery
+import importlib.util
+import json
+import os
+import re
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks import process
+from tasks.approvals import Approval
+from tasks.process import PIPE
+from tests.sshds import GATE, Operator, Site, write_gate_configuration
+
+MIB = 1 << 20
+
+
+def _load() -> Any:
+    loader = importlib.machinery.SourceFileLoader("dflash_gate_under_test", str(GATE))
+    spec = importlib.util.spec_from_loader(loader.name, loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[loader.name] = module
+    exec(compile(GATE.read_text(), str(GATE), "exec"), module.__dict__)
+    return module
+
+
+gate = _load()
+
+
+# --- the file
+
+
+def test_is_one_file_of_the_standard_library_within_600_lines() -> None:
+    source = GATE.read_text()
+    imported = re.findall(r"^(?:import|from) (\w+)", source, re.MULTILINE)
+    assert set(imported) <= sys.stdlib_module_names
+    assert len(source.splitlines()) <= 600
+    assert os.access(GATE, os.X_OK)
+
+
+def test_parses_as_python_3_9() -> None:
+    ast.parse(GATE.read_text(), feature_version=(3, 9))
+
+
+# --- functions
+
+
+def _string(value: bytes) -> bytes:
+    return struct.pack(">I", len(value)) + value
+
+
+GOOD = {"force-command": f"dflash-gate {'a' * 64}", "source-address": "10.1.2.0/24,127.0.0.1"}
+
+
+def _certificate(**changes: Any) -> bytes:
+    """A certificate blob; its signature, which sshd would have verified, is none."""
+    fields: dict[str, Any] = {
+        "name": b"ssh-ed25519-cert-v01@openssh.com",
+        "kind": 1,
+        "principals": [b"dflash-gate"],
+        "valid": (100, 200),
+        "options": GOOD,
+    }
+    fields |= changes
+    critical = b"".join(
+        _string(name.encode()) + _string(_string(value.encode())) for name, value in fields["options"].items()
+    )
+    return (
+        _string(fields["name"])
+        + _string(b"nonce")
+        + _string(bytes(32))
+        + struct.pack(">QI", 42, fields["kind"])
+        + _string(b"request head")
+        + _string(b"".join(map(_string, fields["principals"])))
+        + struct.pack(">QQ", *fields["valid"])
+        + _string(critical)
+        + _string(b"") * 2
+        + _string(b"ca key")
+        + _string(b"signature")
+    )
+
+
+def test_certificate_is_read() -> None:
+    read = gate.check_certificate(_certificate(), 150, "10.1.2.1")
+    assert (read.serial, read.key_id, read.valid_before, read.digest) == (42, "request head", 200, "a" * 64)
+
+
+@pytest.mark.parametrize(
+    ("changes", "now", "client", "message"),
+    [
+        ({"name": b"ssh-rsa-cert-v01@openssh.com"}, 150, "10.1.2.1", "no ed25519 user certificate"),
+        ({"kind": 2}, 150, "10.1.2.1", "no ed25519 user certificate"),
+        ({"options": {"source-address": "10.1.2.1"}}, 150, "10.1.2.1", "no force-command"),
+        ({"options": GOOD | {"force-command": "sh"}}, 150, "10.1.2.1", "no force-command"),
+        ({"options": GOOD | {"force-command": f"dflash-gate {'a' * 64};id"}}, 150, "10.1.2.1", "no force-command"),
+        ({"options": GOOD | {"force-command": f"dflash-gate {'a' * 64}\n"}}, 150, "10.1.2.1", "no force-command"),
+        ({"options": GOOD | {"verify-required": ""}}, 150, "10.1.2.1", "options"),
+        ({"options": {"force-command": GOOD["force-command"]}}, 150, "10.1.2.1", "options"),
+        ({"principals": []}, 150, "10.1.2.1", "cannot be used"),
+        ({"principals": [b"root"]}, 150, "10.1.2.1", "principals"),
+        ({"principals": [b"dflash-gate", b"root"]}, 150, "10.1.2.1", "principals"),
+        ({}, 99, "10.1.2.1", "not valid now"),
+        ({}, 200, "10.1.2.1", "not valid now"),
+        ({}, 150, "10.1.3.1", "this login is from 10.1.3.1"),
+        ({}, 150, "::1", "this login is from ::1"),
+        ({}, 150, "", "does not appear to be an IPv4"),
+    ],
+)
+def test_certificate_is_refused(changes: dict[str, Any], now: float, client: str, message: str) -> None:
+    with pytest.raises(gate.Refusal, match=message):
+        gate.check_certificate(_certificate(**changes), now, client)
+
+
+@given(st.data())
+def test_a_damaged_certificate_is_refused_or_still_names_a_digest(data: st.DataObject) -> None:
+    blob = bytearray(_certificate())
+    del blob[data.draw(st.integers(0, len(blob))) :]
+    for _ in range(data.draw(st.integers(0, 3))):
+        if blob:
+            blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
+    try:
+        read = gate.check_certificate(bytes(blob), 150, "10.1.2.1")
+    except gate.Refusal:
+        return
+    assert re.fullmatch("[0-9a-f]{64}", read.digest)
+
+
+@pytest.mark.parametrize("path", ["/", "/a", "/a b/c.pt", "/a/…", "/..a/b."])
+def test_plain_paths(path: str) -> None:
+    assert gate.is_plain(path)
+
+
+@pytest.mark.parametrize("path", ["", "a", "//a", "/a/", "/a//b", "/a/./b", "/a/../b", "/..", "/a\0", None, 7, ["/a"]])
+def test_paths_that_could_mean_another_place(path: object) -> None:
+    assert not gate.is_plain(path)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b"",
+        b"[]",
+        b"7",
+        b"{",
+        b'{"verb": "stat"}',
+        b'{"verb": "run", "path": "/a"}',
+        b'{"verb": ["stat"], "path": "/a"}',
+        b'{"verb": "stat", "path": "/a", "more": 1}',
+        b'{"verb": "read", "path": "/a"}',
+        b'{"verb": "read", "path": "/a", "offset": -1, "length": 1}',
+        b'{"verb": "read", "path": "/a", "offset": true, "length": 1}',
+        b'{"verb": "read", "path": "/a", "offset": 0.0, "length": 1}',
+        b'{"verb": "stat", "path": "/a/../b"}',
+        b'{"verb": "stat", "path": "/\\ud800"}',
+        b"[" * 60000,
+        b'{"verb": "stat", "path": "/\xff"}',
+    ],
+)
+def test_a_malformed_request_is_refused(line: bytes) -> None:
+    with pytest.raises(gate.Refusal, match="not a request of this gate"):
+        gate.parse_request(line)
+
+
+def test_pace_keeps_the_rate_and_makes_up_for_little() -> None:
+    rate, now = 10 * MIB, 1000.0
+    following = 0.0
+    for _ in range(100):
+        following, wait = gate.pace(following, MIB, rate, now)
+        now += wait
+    assert now - 1000 == pytest.approx(99 / 10 - 0.05)
+    # after a pause only 50 ms worth of bytes are made up for
+    now += 3600
+    following, wait = gate.pace(following, MIB, rate, now)
+    assert wait == 0
+    assert gate.pace(following, MIB, rate, now)[1] == pytest.approx(0.05)
+
+
+def test_pace_forgets_a_time_from_before_a_reboot() -> None:
+    assert gate.pace(1e9, MIB, 10 * MIB, 5.0) == (pytest.approx(5.1), 0.0)
+
+
+# --- the program, started as sshd starts it
+
+
+class Program:
+    """The gate with an approval's certificate, without an sshd around it."""
+
+    def __init__(self, folder: Path, operator: Operator) -> None:
+        self.folder, self.operator = folder, operator
+        self.state = folder / "gate"
+        self.state.mkdir(mode=0o700)
+        write_gate_configuration(folder, host_keys=list(operator.train.fingerprints))
+
+    def start(self, approval: Approval, *, client: str = "127.0.0.1") -> "subprocess.Popen[bytes]":
+        login = self.folder / "login"
+        login.write_text("publickey " + " ".join(approval.certificate_path.read_text().split()[:2]) + "\n")
+        env = os.environ | {"SSH_USER_AUTH": str(login), "SSH_CONNECTION": f"{client} 5 10.1.2.6 22"}
+        argv = [str(GATE), str(self.folder / "gate.json")]
+        return process.start(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env)
+
+    def run(
+        self, approval: Approval, *requests: dict[str, Any], action: bytes | None = None, **options: Any
+    ) -> tuple[int, list[Any]]:
+        """Exit status and replies to ``requests`` (none of them a read)."""
+        running = self.start(approval, **options)
+        lines = [approval.grant.canonical() if action is None else action, *(map(_line, requests))]
+        output, errors = running.communicate(b"\n".join(lines) + b"\n", timeout=60)
+        assert errors == b"", errors.decode()
+        return running.returncode, [json.loads(line) for line in output.splitlines()]
+
+    def refusal(self, approval: Approval, *requests: dict[str, Any], **options: Any) -> str:
+        status, replies = self.run(approval, *requests, **options)
+        assert status == 77, replies
+        assert replies[-1]["refused"]
+        return str(replies[-1]["message"])
+
+
+class Conversation:
+    """Requests to a running gate, one after the other."""
+
+    def __init__(self, running: "subprocess.Popen[bytes]", approval: Approval) -> None:
+        assert running.stdin is not None
+        assert running.stdout is not None
+        self.running, self.stdin, self.stdout = running, running.stdin, running.stdout
+        self.send(approval.grant.canonical())
+        assert json.loads(self.stdout.readline()) == {"ok": True}
+
+    def send(self, line: bytes) -> None:
+        self.stdin.write(line + b"\n")
+        self.stdin.flush()
+
+    def ask(self, **request: Any) -> Any:
+        self.send(_line(request))
+        return json.loads(self.stdout.readline())
+
+
+def _line(request: dict[str, Any]) -> bytes:
+    return json.dumps(request).encode()
+
+
+@pytest.fixture
+def program(operator: Operator, tmp_path: Path) -> Program:
+    return Program(tmp_path, operator)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A root with files in it, and a file beside it that must stay out of reach."""
+    root = tmp_path / "checkpoints"
+    (root / "deep").mkdir(parents=True)
+    (root / "step.pt").write_bytes(os.urandom(3 * MIB))
+    (root / "deep" / "other.pt").write_bytes(b"other")
+    (tmp_path / "secret").write_bytes(b"secret")
+    (tmp_path / "checkpoints-2").mkdir()
+    (tmp_path / "checkpoints-2" / "secret").write_bytes(b"secret")
+    (root / "out").symlink_to(tmp_path / "secret")
+    (root / "up").symlink_to(tmp_path)
+    (root / "latest").symlink_to(root / "step.pt")
+    os.mkfifo(root / "fifo")
+    return root
+
+
+def test_serves_what_was_approved(program: Program, tree: Path) -> None:
+    step = str(tree / "step.pt")
+    status, replies = program.run(
+        program.operator.approve(root=str(tree)),
+        {"verb": "stat", "path": step},
+        {"verb": "list", "path": str(tree)},
+        {"verb": "hash", "path": step},
+        {"verb": "stat", "path": str(tree / "latest")},
+        {"verb": "stat", "path": str(tree / "missing")},
+        {"verb": "stat", "path": str(tree)},
+        {"verb": "hash", "path": str(tree / "fifo")},
+        {"verb": "list", "path": step},
+    )
+    assert status == 0
+    opened, found, listed, hashed, linked, missing, folder, fifo, not_a_folder = replies
+    assert opened == {"ok": True}
+    real = os.stat(step)
+    identity = {"size": 3 * MIB, "mtime_ns": real.st_mtime_ns, "inode": real.st_ino, "device": real.st_dev}
+    assert found == {"ok": True, "kind": "file"} | identity
+    kinds = {entry["name"]: entry["kind"] for entry in listed["entries"]}
+    assert kinds == dict.fromkeys(("fifo", "latest", "out", "up"), "other") | {"deep": "directory", "step.pt": "file"}
+    assert hashed["sha256"] == process.run(["sha256sum", step]).stdout.split()[0]
+    assert linked == found
+    assert missing == {"ok": False, "message": f"{str(tree / 'missing')!r}: No such file or directory"}
+    assert folder["kind"] == "directory"
+    assert "not a regular file" in fifo["message"]
+    assert "not a directory" in not_a_folder["message"]
+
+
+OUTSIDE = [
+    "../secret",
+    "..",
+    "../checkpoints-2/secret",
+    "out",
+    "up/secret",
+    "up/checkpoints-2",
+    "/",
+    "/etc/passwd",
+    "/proc/self/environ",
+]
+
+
+@pytest.mark.parametrize("place", OUTSIDE)
+def test_places_outside_of_a_root_are_refused(program: Program, tree: Path, place: str) -> None:
+    approval = program.operator.approve(root=str(tree))
+    path = os.path.normpath(tree / place) if place.startswith("..") else str(tree / place)
+    for verb in ("stat", "hash", "list"):
+        assert "was not approved" in program.refusal(approval, {"verb": verb, "path": path})
+    request = {"verb": "read", "path": path, "offset": 0, "length": 0}
+    assert "was not approved" in program.refusal(approval, request)
+
+
+def test_dots_in_a_path_are_refused(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(root=str(tree))
+    request = {"verb": "stat", "path": f"{tree}/../secret"}
+    assert "not a request of this gate" in program.refusal(approval, request)
+
+
+def test_a_path_grant_is_for_that_path_as_it_really_is(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    assert "was not approved" in program.refusal(approval, {"verb": "stat", "path": str(tree)})
+    assert "was not approved" in program.refusal(approval, {"verb": "stat", "path": str(tree / "deep/other.pt")})
+    for path in (tree / "latest", tree / "out", tree / "up" / "secret"):
+        linked = program.operator.approve(path=str(path))
+        assert "was not approved" in program.refusal(linked, {"verb": "stat", "path": str(path)})
+
+
+def test_other_verbs_are_refused(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), verbs=("stat",))
+    request = {"verb": "read", "path": str(tree / "step.pt"), "offset": 0, "length": 1}
+    assert "not among the approved verbs stat" in program.refusal(approval, request)
+    assert "its verbs are" in program.refusal(approval, {"verb": "run", "path": "/bin/true"})
+
+
+def test_another_action_than_the_signed_one_is_refused(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    action = approval.grant.canonical()
+    altered = action.replace(b'"sessions":100', b'"sessions":101')
+    spaced = action.replace(b",", b", ", 1)
+    wider = program.operator.grant(root="/").canonical()
+    for other in (altered, spaced, wider, b"", b"{}", action + b" ", action[:-1]):
+        assert "is not the approved one" in program.refusal(approval, action=other)
+    assert "longer than" in program.refusal(approval, action=b"x" * 100_000)
+
+
+def test_an_approval_for_another_host_is_refused(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    other = "SHA256:" + base64.b64encode(bytes(32)).decode().rstrip("=")
+    write_gate_configuration(program.folder, host_keys=[*program.operator.train.fingerprints, other])
+    assert "host keys are not those of this host" in program.refusal(approval)
+
+
+def test_a_login_without_our_certificate_is_refused(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    plain = dataclasses.replace(approval, certificate_path=approval.key_path.with_suffix(".pub"))
+    assert "certificate of this login cannot be used" in program.refusal(plain)
+    assert "this login is from 10.9.9.9" in program.refusal(approval, client="10.9.9.9")
+
+
+@pytest.mark.parametrize("login", [None, "", "password\n", "publickey ssh-ed25519\n", "publickey a b\npublickey c d\n"])
+def test_a_login_that_sshd_does_not_explain_is_refused(program: Program, login: str | None) -> None:
+    file = program.folder / "login"
+    if login is not None:
+        file.write_text(login)
+    env = os.environ | {"SSH_USER_AUTH": str(file), "SSH_CONNECTION": "127.0.0.1 5 10.1.2.6 22"}
+    finished = process.run([str(GATE), str(program.folder / "gate.json")], env=env, check=False)
+    assert finished.returncode == 77
+    assert "ExposeAuthInfo" in json.loads(finished.stdout)["message"]
+
+
+def test_sessions_are_counted(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), sessions=3)
+    request = {"verb": "stat", "path": str(tree / "step.pt")}
+    for _ in range(3):
+        assert program.run(approval, request)[0] == 0
+    status, replies = program.run(approval, request)
+    assert status == 77
+    assert replies == [
+        {"ok": False, "refused": True, "spent": True, "message": "all 3 sessions are used; ask for a new approval"}
+    ]
+
+
+def test_bytes_are_counted_over_sessions_and_before_they_are_sent(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), bytes=7 * MIB)
+    request = {"verb": "hash", "path": str(tree / "step.pt")}
+    assert program.run(approval, request, request)[0] == 0
+    assert f"{3 * MIB} bytes asked for, {MIB} approved ones left" in program.refusal(approval, request)
+
+
+def test_a_killed_session_has_paid_for_what_it_sent(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), bytes=3 * MIB)
+    talk = Conversation(program.start(approval), approval)
+    step = str(tree / "step.pt")
+    assert talk.ask(verb="read", path=step, offset=0, length=3 * MIB)["length"] == 3 * MIB
+    talk.stdout.read(MIB)
+    talk.running.kill()
+    talk.running.communicate()
+    request = {"verb": "read", "path": step, "offset": 0, "length": 2 * MIB + 1}
+    assert "approved ones left" in program.refusal(approval, request)
+
+
+def test_the_file_of_a_path_grant_stays_the_one_first_seen(program: Program, tree: Path) -> None:
+    step = tree / "step.pt"
+    approval = program.operator.approve(path=str(step))
+    request = {"verb": "stat", "path": str(step)}
+    assert program.run(approval, request)[0] == 0
+    with step.open("ab") as file:
+        file.write(b"more")
+    assert "changed while read" in program.refusal(approval, request)
+
+
+def test_below_a_root_files_may_grow_between_stats_but_not_between_stat_and_read(program: Program, tree: Path) -> None:
+    step = tree / "step.pt"
+    approval = program.operator.approve(root=str(tree))
+    talk = Conversation(program.start(approval), approval)
+    assert talk.ask(verb="stat", path=str(step))["size"] == 3 * MIB
+    with step.open("ab") as file:
+        file.write(b"more")
+    assert talk.ask(verb="stat", path=str(step))["size"] == 3 * MIB + 4
+    with step.open("ab") as file:
+        file.write(b"more")
+    reply = talk.ask(verb="read", path=str(step), offset=0, length=1)
+    assert reply["refused"]
+    assert "changed while read" in reply["message"]
+    talk.running.communicate()
+    assert talk.running.returncode == 77
+
+
+@pytest.mark.parametrize("place", ["path", "root"])
+def test_a_file_swapped_between_stat_and_read_is_refused(program: Program, tree: Path, place: str) -> None:
+    step = tree / "step.pt"
+    approval = program.operator.approve(**{place: str(step if place == "path" else tree)})
+    talk = Conversation(program.start(approval), approval)
+    found = talk.ask(verb="stat", path=str(step))
+    other = tree / "step.new"
+    other.write_bytes(bytes(3 * MIB))
+    os.utime(other, ns=(found["mtime_ns"], found["mtime_ns"]))
+    other.replace(step)
+    reply = talk.ask(verb="read", path=str(step), offset=0, length=1)
+    assert "changed while read" in reply["message"]
+    talk.running.communicate()
+
+
+def test_a_link_put_in_place_of_a_file_is_refused(program: Program, tree: Path) -> None:
+    step = tree / "step.pt"
+    approval = program.operator.approve(root=str(tree))
+    talk = Conversation(program.start(approval), approval)
+    talk.ask(verb="stat", path=str(step))
+    step.unlink()
+    step.symlink_to(tree.parent / "secret")
+    reply = talk.ask(verb="read", path=str(step), offset=0, length=1)
+    assert "was not approved" in reply["message"]
+    talk.running.communicate()
+
+
+def test_a_file_that_shrinks_while_it_is_read_ends_the_session(program: Program, tree: Path) -> None:
+    step = tree / "step.pt"
+    approval = program.operator.approve(path=str(step), rate=4 * MIB)
+    talk = Conversation(program.start(approval), approval)
+    assert talk.ask(verb="read", path=str(step), offset=0, length=3 * MIB)["ok"]
+    talk.stdout.read(MIB)
+    os.truncate(step, 1)
+    output, errors = talk.running.communicate()
+    assert len(output) < 2 * MIB
+    assert talk.running.returncode == 77
+    assert "changed while read" in json.loads(errors)["message"]
+
+
+def test_hashing_much_needs_an_approval_of_its_own(program: Program, tree: Path) -> None:
+    large = tree / "large"
+    with large.open("wb") as file:
+        file.truncate((1 << 30) + 1)
+    request = {"verb": "hash", "path": str(large)}
+    approval = program.operator.approve(path=str(large), bytes=1 << 40)
+    assert "an approval of its own" in program.refusal(approval, request)
+    short = program.operator.approve(path=str(large), verbs=("stat", "hash"), bytes=5)
+    assert "bytes asked for" in program.refusal(short, request)
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": 0}', '{"more": 1}', '{"file": [true]}'],
+)
+def test_a_corrupt_budget_serves_nothing(program: Program, tree: Path, content: str) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    (program.state / f"{approval.serial}-{approval.digest}.json").write_text(content)
+    assert "nothing is served without it" in program.refusal(approval)
+
+
+def test_a_budget_that_cannot_be_written_serves_nothing(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    (program.state / f"{approval.serial}-{approval.digest}.json.new").mkdir()
+    assert "nothing is served without it" in program.refusal(approval)
+
+
+def test_a_missing_or_open_state_folder_serves_nothing(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    program.state.chmod(0o777)
+    assert "another user can write it" in program.refusal(approval)
+    shutil.rmtree(program.state)
+    assert "cannot be used" in program.refusal(approval)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"host_keys": []}, {"read_limit": 0}, {"read_limit": "1"}, {"read_limit": True}, {"state": 7.5}]
+)
+def test_a_wrong_configuration_serves_nothing(program: Program, tree: Path, changes: dict[str, Any]) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    write_gate_configuration(program.folder, **{"host_keys": list(program.operator.train.fingerprints)} | changes)
+    assert "configuration" in program.refusal(approval)
+
+
+def test_a_configuration_that_others_can_write_serves_nothing(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    (program.folder / "gate.json").chmod(0o666)
+    assert "another user can write it" in program.refusal(approval)
+
+
+def test_no_argument_switches_the_checks_off(program: Program) -> None:
+    for arguments in ([], ["--ordinary"], ["serve"], [str(program.folder / "gate.json"), "--ordinary"]):
+        finished = process.run([str(GATE), *arguments], input="{}\n", check=False)
+        assert finished.returncode == 77
+        assert json.loads(finished.stdout)["refused"]
+
+
+def test_everything_is_in_the_gates_own_log(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), verbs=("stat",))
+    program.run(approval, {"verb": "stat", "path": str(tree / "step.pt")}, {"verb": "hash", "path": "/etc/passwd"})
+    program.refusal(approval, action=b"{}")
+    log = [json.loads(line) for line in (program.state / "gate.log").read_text().splitlines()]
+    assert [entry["event"] for entry in log] == ["session opened", "stat", "session ended", "refused"]
+    assert {entry["serial"] for entry in log} == {approval.serial}
+    assert log[0]["digest"] == approval.digest
+    assert log[1]["path"] == str(tree / "step.pt")
+    assert log[2]["outcome"].startswith("refused: 'hash' is not among")
+
+
+def test_runs_at_the_lowest_priority_and_idle_io(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    talk = Conversation(program.start(approval), approval)
+    assert os.getpriority(os.PRIO_PROCESS, talk.running.pid) == 19
+    assert process.run(["ionice", "-p", str(talk.running.pid)]).stdout.strip() == "idle"
+    talk.running.communicate()
+
+
+def test_drops_what_it_read_from_the_page_cache(program: Program, tree: Path) -> None:
+    large, size = tree / "large.pt", 64 * MIB
+    with large.open("wb") as file:
+        for _ in range(64):
+            file.write(os.urandom(MIB))
+        file.flush()
+        os.fsync(file.fileno())
+    if _resident(large) < size / 2:
+        pytest.skip("this file system does not keep what was written in the page cache")
+    approval = program.operator.approve(path=str(large))
+    talk = Conversation(program.start(approval), approval)
+    talk.send(_line({"verb": "read", "path": str(large), "offset": 0, "length": size}))
+    output, _ = talk.running.communicate()
+    assert len(output) > size
+    assert _resident(large) < 0.05 * size
+
+
+def _resident(path: Path) -> int:
+    """Bytes of ``path`` that are in the page cache."""
+    return int(process.run(["fincore", "-b", "-n", "-o", "RES", str(path)]).stdout)
+
+
+def test_keeps_to_the_rate(program: Program, tree: Path) -> None:
+    approval = program.operator.approve(path=str(tree / "step.pt"), rate=2 * MIB)
+    begun = time.monotonic()
+    assert program.run(approval, {"verb": "hash", "path": str(tree / "step.pt")})[0] == 0
+    # chunks are a quarter of a second's worth, and the first goes at once
+    assert time.monotonic() - begun > (3 - 0.5) / 2 * 0.95
+
+
+# --- behind a real sshd
+
+
+def _session(operator: Operator, approval: Approval, *lines: bytes) -> tuple[int, str, str]:
+    """Exit status, stdout and stderr of one ssh session with the gate."""
+    running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    output, errors = running.communicate(b"".join(line + b"\n" for line in lines), timeout=60)
+    return running.returncode, output.decode(), errors.decode()
+
+
+@pytest.fixture
+def step(tmp_path: Path) -> Path:
+    file = tmp_path / "step.pt"
+    file.write_bytes(os.urandom(MIB))
+    return file
+
+
+def test_sshd_runs_the_gate_for_an_approval(operator: Operator, step: Path) -> None:
+    approval = operator.approve(path=str(step))
+    status, output, _ = _session(
+        operator, approval, approval.grant.canonical(), _line({"verb": "stat", "path": str(step)})
+    )
+    assert status == 0
+    assert json.loads(output.splitlines()[1])["size"] == MIB
+
+
+def test_sshd_takes_no_login_without_a_certificate(operator: Operator, site: Site, step: Path) -> None:
+    approval = operator.approve(path=str(step))
+    for key in (approval.key_path, site.login_key, site.ca_key):
+        bare = dataclasses.replace(approval, key_path=key, certificate_path=Path("/dev/null"))
+        status, _, errors = _session(operator, bare)
+        assert status == 255
+        assert "Permission denied (publickey)" in errors
+
+
+def test_sshd_takes_no_certificate_out_of_its_terms(operator: Operator, step: Path) -> None:
+    approval = operator.approve(path=str(step))
+    command = f"force-command=dflash-gate {approval.digest}"
+    valid = ("-V", "-1m:+10m", "-O", "clear", "-O", command)
+    for options, principal in (
+        (("-V", "-10m:-1m", "-O", "clear", "-O", command, "-O", "source-address=127.0.0.0/8"), "dflash-gate"),
+        ((*valid, "-O", "source-address=10.9.9.9"), "dflash-gate"),
+        ((*valid, "-O", "source-address=127.0.0.0/8"), "root"),
+    ):
+        status, _, errors = _session(operator, operator.forge(approval, *options, principal=principal))
+        assert status == 255
+        assert "Permission denied (publickey)" in errors
+
+
+def test_gate_takes_no_certificate_that_says_something_else(operator: Operator, step: Path) -> None:
+    """These log in: sshd lets them through to its ForceCommand, and the gate sends them away."""
+    approval = operator.approve(path=str(step))
+    source = "source-address=127.0.0.0/8"
+    for options, message in (
+        (("-O", "clear", "-O", source), "no force-command"),
+        ((), "no force-command"),
+        (("-O", "clear", "-O", "force-command=/bin/sh", "-O", source), "no force-command"),
+        (("-O", "clear", "-O", f"force-command=dflash-gate {'0' * 64}", "-O", source), "not the approved one"),
+        (("-O", "clear", "-O", f"force-command=dflash-gate {approval.digest}"), "options"),
+    ):
+        forged = operator.forge(approval, "-V", "-1m:+10m", *options)
+        status, output, _ = _session(operator, forged, approval.grant.canonical())
+        assert status == 77
+        assert message in json.loads(output)["message"]
+
+
+def test_no_third_session_at_a_time_and_a_killed_client_takes_nothing_with_it(operator: Operator, step: Path) -> None:
+    approval = operator.approve(path=str(step))
+    action = approval.grant.canonical()
+    first, second = (
+        Conversation(
+            operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE), approval
+        )
+        for _ in range(2)
+    )
+    status, output, _ = _session(operator, approval, action)
+    assert status == 77
+    assert "2 sessions are open" in json.loads(output)["message"]
+    os.killpg(first.running.pid, signal.SIGKILL)
+    first.running.communicate()
+    assert second.ask(verb="stat", path=str(step))["size"] == MIB
+    deadline = time.monotonic() + 20
+    while (status := _session(operator, approval, action)[0]) == 77 and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert status == 0
+    second.running.communicate()
+    assert second.running.returncode == 0
+
+
+def test_the_deadline_ends_a_session_that_waits(operator: Operator, step: Path) -> None:
+    approval = operator.approve(path=str(step), seconds=5)
+    running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    talk = Conversation(running, approval)
+    assert running.wait(60) == 77
+    assert "expired in the middle" in json.loads(talk.stdout.read())["message"]
+    running.communicate()
+    assert time.time() >= approval.not_after
