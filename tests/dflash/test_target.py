@@ -163,8 +163,8 @@ def test_embedding_and_head_are_the_models(pair: tuple[Target, Any]) -> None:
 )
 def test_a_drafter_for_another_target_is_refused(pair: tuple[Target, Any], changes: dict[str, Any], says: str) -> None:
     target, _ = pair
-    nested = {"target_layer_ids": [1, 3, 5]} | changes.pop("nested", {})
-    raw = changed(**({"num_target_layers": LAYERS} | changes), nested=nested)
+    nested = {"target_layer_ids": [1, 3, 5]} | changes.get("nested", {})
+    raw = changed(**({"num_target_layers": LAYERS} | changes | {"nested": nested}))
     with pytest.raises(TargetMismatchError, match=says) as caught:
         target.require_fit(DrafterConfig.from_dict(raw, source="test"), source="step_4.pt")
     assert str(caught.value).startswith("step_4.pt: ")

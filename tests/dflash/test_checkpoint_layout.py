@@ -1,0 +1,207 @@
+import os
+import pickle
+import struct
+import subprocess  # noqa: TID251
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dflash.checkpoint_layout import (
+    ChangedError,
+    CheckpointError,
+    DamagedError,
+    NotACheckpointError,
+    TensorRecord,
+    UnsafePickleError,
+    read_record,
+    read_safetensors_file,
+    read_torch_file,
+    sniff,
+)
+
+
+def test_no_torch_is_imported() -> None:
+    code = "import sys, dflash.checkpoint_layout, dflash.config; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_records_hold_the_bytes_of_the_tensors(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    weight = torch.arange(6, dtype=torch.float32).reshape(2, 3)
+    torch.save({"weights": {"a": weight, "tied": weight, "turned": weight.T}, "step": 3}, path)
+    layout = read_torch_file(path)
+    a, tied, turned = (layout.content["weights"][name] for name in ("a", "tied", "turned"))
+    assert layout.content["step"] == 3
+    assert (a.dtype, a.shape, a.stride, a.offset) == ("float32", (2, 3), (3, 1), 0)
+    assert (turned.shape, turned.stride) == ((3, 2), (1, 3))
+    assert a.record == tied.record == turned.record
+    with path.open("rb") as file:
+        assert struct.unpack("<6f", read_record(path, file, a.record)) == (0, 1, 2, 3, 4, 5)
+
+
+def test_what_trainers_save_beside_weights_is_read_past(tmp_path: Path) -> None:
+    import argparse
+    from collections import Counter, OrderedDict
+
+    import numpy as np
+
+    extras = {
+        "numpy": np.random.RandomState(0).get_state(),
+        "loss": np.float64(1.0),
+        "rng": torch.get_rng_state(),
+        "arguments": argparse.Namespace(lr=1e-3, output=Path("runs")),
+        "dtype": torch.bfloat16,
+        "size": torch.Size([1, 2]),
+        "device": torch.device("cpu"),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+        "milestones": Counter([3, 5]),
+        "names": OrderedDict(a={1, 2}),
+    }
+    torch.save(extras, tmp_path / "a.pt")
+    content = read_torch_file(tmp_path / "a.pt").content
+    assert content["size"] == (1, 2)
+    assert content["names"] == {"a": {1, 2}}
+    assert isinstance(content["parameter"], TensorRecord)
+    assert isinstance(content["rng"], TensorRecord)
+
+
+class RunsCode:
+    def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return self.call
+
+
+@pytest.mark.parametrize(
+    ("function", "argument", "named"),
+    [(os.system, "touch {}", "posix.system"), (eval, "open({!r}, 'w')", "eval"), (getattr, "", "getattr")],
+)
+def test_a_pickle_that_would_run_code_is_named_and_not_run(
+    tmp_path: Path, function: Callable[..., Any], argument: str, named: str
+) -> None:
+    path, marker = tmp_path / "evil.pt", tmp_path / "ran"
+    torch.save({"model_state_dict": {}, "extra": RunsCode(function, argument.format(str(marker)))}, path)
+    with pytest.raises(UnsafePickleError, match=named) as caught:
+        read_torch_file(path)
+    assert "\n" not in str(caught.value)
+    assert not marker.exists()
+
+
+def with_pickle(path: Path, data: bytes) -> Path:
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("a/data.pkl", data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"\x80\x02}r\xff\xff\xff\x7f.", UnsafePickleError),  # memo index of 2 GiB entries
+        (b"\x80\x02]q\x00(h\x00h\x00e", DamagedError),  # no STOP
+        (b"not a pickle", DamagedError),
+        (pickle.dumps("x", 2)[:-1] + b"Q.", DamagedError),  # a persistent id that is no storage
+        (b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x02tR.", DamagedError),
+    ],
+)
+def test_broken_pickles_are_errors_of_ours(tmp_path: Path, data: bytes, error: type[CheckpointError]) -> None:
+    with pytest.raises(error, match=r"data\.pkl"):
+        read_torch_file(with_pickle(tmp_path / "a.pt", data))
+
+
+def test_a_pickle_cannot_poke_at_stand_ins_of_a_later_read(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
+    poke = b"\x80\x02ctorch._utils\n_rebuild_tensor_v2\nN}X\x0c\x00\x00\x00__defaults__(K\x05K\x05ts\x86b."
+    read_torch_file(with_pickle(tmp_path / "evil.pt", poke))
+    assert read_torch_file(tmp_path / "good.pt").content["w"].shape == (2,)
+
+
+def test_every_cut_of_a_file_is_an_error(tmp_path: Path) -> None:
+    torch.save({"model_state_dict": {"w": torch.ones(300)}}, tmp_path / "whole.pt")
+    whole = (tmp_path / "whole.pt").read_bytes()
+    path = tmp_path / "cut.pt"
+    for length in (*range(8, len(whole), 97), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedError, match="cut short or still being written"):
+            read_torch_file(path)
+
+
+def test_a_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(300)}, path)
+    record = read_torch_file(path).content["w"].record
+    data = bytearray(path.read_bytes())
+    data[record.start + 5] ^= 1
+    path.write_bytes(data)
+    with path.open("rb") as file, pytest.raises(DamagedError, match="does not match its checksum"):
+        read_record(path, file, record)
+
+
+def test_a_file_that_grows_while_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    layout = read_torch_file(path)
+    layout.require_unchanged()
+    with path.open("ab") as file:
+        file.write(b"more")
+    with pytest.raises(ChangedError, match="still being written"):
+        layout.require_unchanged()
+
+
+def test_compressed_members_are_refused(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "a.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/data.pkl", pickle.dumps({}, 2))
+    with pytest.raises(NotACheckpointError, match="compressed"):
+        read_torch_file(tmp_path / "a.pt")
+
+
+def test_a_tensor_outside_its_storage_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(4, 4)}, path)
+    with zipfile.ZipFile(path) as archive:
+        members = {member.filename: archive.read(member) for member in archive.infolist()}
+    members["a/data.pkl"] = members["a/data.pkl"].replace(b"K\x04K\x04\x86", b"K\x05K\x04\x86", 1)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+    with pytest.raises(DamagedError, match="reaches outside its storage"):
+        read_torch_file(path)
+
+
+def test_what_is_not_a_checkpoint_is_said(tmp_path: Path) -> None:
+    torch.save({"a": 1}, tmp_path / "old.pt", _use_new_zipfile_serialization=False)
+    (tmp_path / "text.pt").write_text("hello, this is not a checkpoint")
+    (tmp_path / "empty.pt").touch()
+    (tmp_path / "directory").mkdir()
+    cases = {
+        "old.pt": "save it again with today's torch.save",
+        "text.pt": "neither a torch.save file nor",
+        "empty.pt": "is empty",
+        "directory": "has no config.json",
+        "missing.pt": "does not exist",
+    }
+    for name, says in cases.items():
+        with pytest.raises(CheckpointError, match=says) as caught:
+            sniff(tmp_path / name)
+        assert str(tmp_path / name) in str(caught.value)
+    with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:
+        archive.writestr("readme", "x")
+    with pytest.raises(NotACheckpointError, match="is a zip but not a torch"):
+        read_torch_file(tmp_path / "other.zip")
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: b"\xff" * 8 + data, lambda data: data[:8]])
+def test_damaged_safetensors_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    from safetensors.torch import save_file
+
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3, 4, dtype=torch.bfloat16)}, path)
+    assert read_safetensors_file(path).content["a"].shape == (3, 4)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DamagedError):
+        read_safetensors_file(path)
