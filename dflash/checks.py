@@ -33,12 +33,14 @@ def target_class(target: Target) -> Check:
     Missing, unexpected and misshaped weights are refused when it is loaded, so none is left to count here.
     """
     module = type(target.model).__module__
-    blocks = sum(name.startswith("model.layers.") for name in target.model.state_dict())
-    right = target.class_name.endswith("ForCausalLM") and module.startswith("transformers.") and blocks > 0
+    names = (name.split(".") for name in target.model.state_dict())
+    blocks = len({name[2] for name in names if name[:2] == ["model", "layers"]})
+    in_place = blocks == target.config.num_hidden_layers
+    right = in_place and target.class_name.endswith("ForCausalLM") and module.startswith("transformers.")
     return Check(
         name="target-class",
         status="pass" if right else "fail",
-        measured=f"{target.class_name}, {target.tensors} tensors, {target.num_layers} blocks",
+        measured=f"{target.class_name}, {target.tensors} tensors, {blocks} blocks",
         limit="…ForCausalLM with its blocks at model.layers",
         explanation="every weight of the checkpoint found its place in the causal-LM class and none is missing"
         if right

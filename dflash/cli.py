@@ -2,11 +2,17 @@
 
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
-from dflash.errors import NotValidError, run_cli
+from dflash.errors import DFlashError, NotValidError, run_cli
+
+if TYPE_CHECKING:
+    from dflash.inspect import Inspection
 
 app = typer.Typer(
     help="Measure DFlash drafters.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -55,10 +61,16 @@ def inspect(
     reference: ReferenceOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Format, step, tensors and config of a checkpoint, and what is wrong with it."""
+    """Format, step, tensors and config of a checkpoint, and what is wrong with it; exit code 1 if anything is."""
     from dflash.inspect import inspect_checkpoint
 
-    inspect_checkpoint(checkpoint, drafter_config=drafter_config, reference=reference)
+    found = inspect_checkpoint(checkpoint, drafter_config=drafter_config, reference=reference)
+    if as_json:
+        print(found.model_dump_json(indent=1))
+    else:
+        _show(found)
+    if found.problems:
+        raise typer.Exit(DFlashError.exit_code)
 
 
 @app.command()
@@ -82,6 +94,8 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure the acceptance length of a checkpoint; exit code 3 when a check says it must not be believed."""
+    from transformers.utils.logging import disable_progress_bar
+
     from dflash.evaluate import Request
     from dflash.evaluate import evaluate as measure
     from dflash.progress import Phases
@@ -104,10 +118,27 @@ def evaluate(
         dtype=dtype.value,
         kernel=kernel.value,
     )
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
     report = measure(request, Phases(5))
     print(report.metrics.model_dump_json(indent=1) if as_json else report.headline())
     if not report.valid:
         raise typer.Exit(NotValidError.exit_code)
+
+
+def _show(found: "Inspection") -> None:
+    facts = Table.grid(padding=(0, 2))
+    for name in ("path", "format", "step", "parameters", "config_source"):
+        facts.add_row(name, escape(str(getattr(found, name))))
+    for name, value in (found.config | found.training).items():
+        facts.add_row(name, escape(str(value)))
+    facts.add_row("problems", escape("\n".join(found.problems) or "none"))
+    tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
+    for tensor in found.tensors:
+        tensors.add_row(escape(tensor.name), "×".join(map(str, tensor.shape)), tensor.dtype)
+    console = Console(highlight=False)
+    console.print(tensors)
+    console.print()
+    console.print(facts)
 
 
 def main() -> None:

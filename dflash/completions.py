@@ -9,7 +9,6 @@ import json
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,8 +18,6 @@ TIMEOUT = 600.0
 """Seconds for one completion."""
 PROBE_TIMEOUT = 10.0
 """Seconds to find out what kind of server it is."""
-REQUESTS = 8
-"""Completions asked for at once."""
 
 
 class ServerError(DFlashError):
@@ -59,20 +56,11 @@ def complete(
     progress: Callable[[int, int], None],
 ) -> list[list[int]]:
     """Greedy completion of each prompt, up to where the server ends it. Raises :class:`ServerError`."""
-
-    def one(prompt: Sequence[int]) -> list[int]:
-        return _ask(server, prompt, max_new_tokens, ignore_eos)
-
-    completions: list[list[int]] = []
-    with ThreadPoolExecutor(REQUESTS) as pool:
-        try:
-            for ids in pool.map(one, prompts):
-                completions.append(ids)
-                progress(len(completions), len(prompts))
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            raise
-    return completions
+    written = []
+    for prompt in prompts:
+        written.append(_ask(server, prompt, max_new_tokens, ignore_eos))
+        progress(len(written), len(prompts))
+    return written
 
 
 def until_end(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:

@@ -361,9 +361,11 @@ def _device(name: str) -> torch.device:
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
-        device = torch.device(name)
+        device: torch.device | None = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"--device {name}: expected auto, cpu, cuda or cuda:N") from None
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"--device {name}: expected auto, cpu, cuda or cuda:N")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise UsageError(f"--device {name}: torch sees no CUDA device here; use --device cpu")
     return device

@@ -74,6 +74,7 @@ def judge(prompt: str, anchor: int, drafted: Sequence[int], ranks: Sequence[int]
 def summarize(rounds: Sequence[Round], random_rounds: Sequence[Round], *, seed: int) -> Metrics:
     """All figures of one drafter over a walk, and τ at random anchors (null when there are none).
 
+    ``tokens`` counts what was walked, prefill tokens included; a completion of one token has no round and no part here.
     Raises :class:`NoRoundsError` on an empty walk.
     """
     if not rounds:
