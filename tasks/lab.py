@@ -76,15 +76,19 @@ class Lab:
         folder = _lab_folder(state)
         with _one_at_a_time(folder, isolated=isolated):
             for record in _records(folder):
+                elsewhere = record.folder != folder
+                if elsewhere and not isolated:
+                    # on loopback addresses nothing is shared with it
+                    continue
                 site = _site(record)
                 lab = cls(record, site)
-                if record.folder != folder and record.alive:
+                if elsewhere and record.alive:
                     raise LabBusyError(
                         f"another lab is up in {record.folder} (brought up by process {record.owner.pid}), and "
                         "addresses and names exist once: take it down with "
                         f"`DFLASH_STATE={record.folder.parent} dflash-ops lab down`"
                     )
-                if record.folder == folder and record.isolated == isolated and lab._is_whole():
+                if not elsewhere and record.isolated == isolated and lab._is_whole():
                     return lab
                 site.tear_down()
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)

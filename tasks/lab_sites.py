@@ -92,7 +92,7 @@ class LoopbackSite:
     @property
     def weaker(self) -> str:
         return (
-            "without root the lab's hosts share this machine's files and network: "
+            "without the right to make namespaces the lab's hosts share this machine's files and network: "
             "nothing keeps ct129 from reaching kpro6, and no link can be cut"
         )
 

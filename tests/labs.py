@@ -1,11 +1,14 @@
 """The ``lab`` fixture: one real lab for the whole run, entered on the operator's side."""
 
+import ctypes
+import functools
 import os
 import re
 import shutil
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +18,7 @@ from tasks import process
 from tasks.lab import Lab, LabBusyError
 
 PATIENCE = 600.0
+CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,30 @@ def _up(state: Path) -> Lab:
             if time.monotonic() > deadline:
                 raise
             time.sleep(1)
+
+
+def on_a_machine_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
+    """Run the test in a thread that has an empty network and an empty /run, and so no lab and no namespace names."""
+
+    @functools.wraps(test)
+    def run(**arguments: object) -> None:
+        failed: list[BaseException] = []
+
+        def body() -> None:
+            try:
+                if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWNET) != 0:
+                    raise OSError(ctypes.get_errno(), "unshare")
+                process.run(["mount", "--make-rprivate", "/"])
+                process.run(["mount", "-t", "tmpfs", "tmpfs", "/run"])
+                process.run(["ip", "link", "set", "lo", "up"])
+                test(**arguments)
+            except BaseException as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=body)
+        thread.start()
+        thread.join()
+        if failed:
+            raise failed[0]
+
+    return run

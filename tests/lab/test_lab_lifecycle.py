@@ -1,14 +1,11 @@
 """How a lab comes and goes: each test has a machine where no lab is, whatever else runs on this one."""
 
-import ctypes
-import functools
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,8 +17,8 @@ from tasks.lab import Lab, LabBusyError, LabDownError, LabError
 from tasks.lab_isolated import NETNS, IsolatedSite, can_isolate
 from tasks.lab_record import ISOLATED_RECORD
 from tasks.lab_sites import wait_until
+from tests.labs import on_a_machine_of_its_own
 
-CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 NAMESPACES = {"dflash-operator", "dflash-kpro6", "dflash-ct129"}
 CHECKOUT = Path(lab_module.__file__).parent.parent
 
@@ -30,33 +27,6 @@ pytestmark = [
     pytest.mark.skipif(not can_isolate(), reason="namespaces need root"),
     pytest.mark.skipif(shutil.which("sshd", path="/usr/sbin:/usr/local/sbin") is None, reason="no sshd here"),
 ]
-
-
-def on_a_machine_of_its_own(test: Callable[..., None]) -> Callable[..., None]:
-    """Run the test in a thread that has an empty network and an empty /run, and so no lab and no namespace names."""
-
-    @functools.wraps(test)
-    def run(**arguments: object) -> None:
-        failed: list[BaseException] = []
-
-        def body() -> None:
-            try:
-                if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWNS | CLONE_NEWNET) != 0:
-                    raise OSError(ctypes.get_errno(), "unshare")
-                process.run(["mount", "--make-rprivate", "/"])
-                process.run(["mount", "-t", "tmpfs", "tmpfs", "/run"])
-                process.run(["ip", "link", "set", "lo", "up"])
-                test(**arguments)
-            except BaseException as error:
-                failed.append(error)
-
-        thread = threading.Thread(target=body)
-        thread.start()
-        thread.join()
-        if failed:
-            raise failed[0]
-
-    return run
 
 
 @pytest.fixture
