@@ -1,0 +1,183 @@
+"""The batched walk against a plain loop over the naive forward, on a random drafter."""
+
+import pytest
+import torch
+
+from dflash import naive
+from dflash import replay as replay_module
+from dflash.config import DrafterConfig
+from dflash.drafter import Drafter
+from dflash.metrics import judge, tau_pooled
+from dflash.replay import RANDOM_ANCHORS, Batch, DraftError, Text, replay, walk
+
+VOCABULARY, HIDDEN, TAPS, BLOCK = 61, 32, 2, 6
+CONFIG = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10_000.0,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 512,
+    "num_target_layers": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 9,
+    "block_size": BLOCK,
+    "dflash_config": {"mask_token_id": VOCABULARY - 1, "target_layer_ids": [1, 5]},
+}
+
+
+class RandomVocabulary:
+    """Embedding and head of a target, random. ``rows`` is the most rows its head was asked for at once."""
+
+    def __init__(self):
+        self.embedding = torch.randn(VOCABULARY, HIDDEN)
+        self.head = torch.randn(VOCABULARY, HIDDEN)
+        self.rows = 0
+
+    def embed(self, ids):
+        return self.embedding[ids]
+
+    def logits(self, hidden):
+        self.rows = max(self.rows, len(hidden))
+        return hidden @ self.head.T
+
+
+@pytest.fixture
+def pair():
+    torch.manual_seed(0)
+    drafter = Drafter(DrafterConfig.from_dict(CONFIG, source="test")).eval()
+    for parameter in drafter.parameters():
+        torch.nn.init.normal_(parameter, std=0.2) if parameter.dim() > 1 else torch.nn.init.uniform_(parameter, 0.5, 2)
+    return drafter, RandomVocabulary()
+
+
+def run(pair, texts, *, max_blocks=None, seed=0, progress=lambda done, total: None):
+    return replay(*pair, texts, max_blocks=max_blocks, seed=seed, progress=progress)
+
+
+def random_texts(lengths, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        Text(
+            f"p{place}",
+            torch.randint(0, VOCABULARY - 1, (prompt + completion,), generator=generator).tolist(),
+            prompt,
+            torch.randn(prompt + completion, TAPS * HIDDEN, generator=generator),
+        )
+        for place, (prompt, completion) in enumerate(lengths)
+    ]
+
+
+def naive_logits(pair, text, anchor):
+    drafter, vocabulary = pair
+    weights = drafter.state_dict()
+    return naive.draft_logits(weights, CONFIG, vocabulary.embedding, vocabulary.head, text.taps, text.tokens, anchor)
+
+
+def plant_right_drafts(pair, texts):
+    """Rewrite the completions to what the drafter drafts, with seeded errors, so that rounds of all lengths occur."""
+    generator = torch.Generator().manual_seed(1)
+    for text in texts:
+        anchor = text.prompt_length
+        while anchor + 1 < len(text.tokens):
+            good = int(torch.randint(0, BLOCK, (1,), generator=generator))
+            drafted = naive_logits(pair, text, anchor).argmax(-1).tolist()
+            for slot in range(min(good, len(text.tokens) - 1 - anchor)):
+                text.tokens[anchor + 1 + slot] = drafted[slot]
+            anchor += good + 1
+
+
+def test_the_batched_walk_is_the_plain_loop(pair):
+    texts = random_texts([(3, 40), (17, 25), (1, 2), (30, 33), (8, 1), (5, 18)])
+    plant_right_drafts(pair, texts)
+    expected = []
+    for text in texts:
+        anchor = text.prompt_length
+        while anchor + 1 < len(text.tokens):
+            following = text.tokens[anchor + 1 : anchor + 1 + BLOCK]
+            order = naive_logits(pair, text, anchor).argsort(dim=-1, descending=True, stable=True).tolist()
+            ranks = [order[slot].index(token) for slot, token in enumerate(following[: BLOCK - 1])]
+            one = judge(text.id, anchor, [row[0] for row in order], ranks, following)
+            expected.append(one)
+            anchor += one.advance
+    walked = run(pair, texts).walk
+    assert walked == expected
+    assert len({one.advance for one in walked}) >= 4
+    assert any(one.cut for one in walked)
+
+
+def test_what_a_text_drafts_does_not_depend_on_its_batch(pair):
+    texts = random_texts([(3, 40), (17, 25), (30, 33)])
+    plant_right_drafts(pair, texts)
+    assert run(pair, texts).walk == [one for text in texts for one in run(pair, [text]).walk]
+
+
+def test_a_random_drafter_advances_by_about_one(pair):
+    result = run(pair, random_texts([(10, 60)] * 12))
+    assert tau_pooled(result.walk) == pytest.approx(1, abs=0.1)
+    assert tau_pooled(result.random) == pytest.approx(1, abs=0.1)
+
+
+def test_max_blocks_bounds_the_rounds_of_each_text(pair):
+    walked = run(pair, random_texts([(3, 40), (4, 3)]), max_blocks=5).walk
+    assert [one.prompt for one in walked].count("p0") == 5
+    assert [one.prompt for one in walked].count("p1") == 2
+
+
+def test_random_anchors_are_seeded_and_their_blocks_lie_whole_inside_the_text(pair):
+    texts = random_texts([(3, 40), (17, BLOCK), (9, BLOCK + 1)])
+
+    def anchors(seed):
+        return [(one.prompt, one.anchor) for one in run(pair, texts, max_blocks=1, seed=seed).random]
+
+    drawn = anchors(seed=0)
+    assert drawn == anchors(seed=0) != anchors(seed=1)
+    assert [prompt for prompt, _ in drawn] == ["p0"] * RANDOM_ANCHORS + ["p2"] * RANDOM_ANCHORS
+    # Anchor 9 of p2 is the only one with B tokens behind it.
+    assert {anchor for prompt, anchor in drawn if prompt == "p2"} == {9}
+    assert all(3 <= anchor < 43 - BLOCK for prompt, anchor in drawn if prompt == "p0")
+
+
+def test_the_head_runs_in_chunks_and_batches_are_bounded(pair, monkeypatch):
+    texts = random_texts([(3, 40), (17, 25), (30, 33), (8, 20)])
+    expected = run(pair, texts).walk
+    monkeypatch.setattr(replay_module, "LOGITS", 3 * VOCABULARY)
+    monkeypatch.setattr(replay_module, "CONTEXT_TOKENS", 100)
+    pair[1].rows = 0
+    assert run(pair, texts).walk == expected
+    assert pair[1].rows == 3
+
+
+def test_context_is_computed_once_a_text(pair, monkeypatch):
+    calls = []
+    project = pair[0].project_context
+    monkeypatch.setattr(pair[0], "project_context", lambda taps: calls.append(len(taps)) or project(taps))
+    run(pair, random_texts([(3, 40), (17, 25)]))
+    assert sorted(calls) == [42, 43]
+
+
+def test_equal_logits_rank_by_id_so_that_rank_zero_is_the_draft(pair):
+    drafter, vocabulary = pair
+    vocabulary.head = torch.zeros(VOCABULARY, HIDDEN)
+    text = random_texts([(3, 8)])[0]
+    [(drafted, ranks)] = Batch.of(drafter, vocabulary, [text]).draft([3])
+    assert drafted == [0] * (BLOCK - 1)
+    assert ranks == text.tokens[4 : 4 + BLOCK - 1]
+
+
+def test_a_drafter_that_is_not_finite_is_named_with_prompt_and_place(pair):
+    texts = random_texts([(3, 40), (17, 25)])
+    texts[1].taps[2] = float("nan")
+    with pytest.raises(DraftError, match=r"prompt p1: .* position 17 is not finite"):
+        list(walk(Batch.of(*pair, texts), max_blocks=None))
+
+
+def test_progress_counts_completion_tokens_to_the_end(pair):
+    seen = []
+    run(pair, random_texts([(3, 40), (17, 25)]), progress=lambda done, total: seen.append((done, total)))
+    assert seen[-1] == (65, 65)
+    assert seen == sorted(seen)
