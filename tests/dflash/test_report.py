@@ -1,0 +1,126 @@
+import json
+from datetime import UTC, datetime
+
+import pytest
+
+from dflash.metrics import compare, judge, summarize
+from dflash.render import to_markdown
+from dflash.report import Check, CheckpointInfo, PromptResult, Report, ReportError, Settings, TargetInfo, read_report
+
+ROUNDS = [
+    judge("a", 0, [1, 2, 3], [0, 0, 0], [1, 2, 3, 4]),
+    judge("a", 4, [5, 9, 9], [0, 1, 2], [5, 6]),
+    judge("b", 0, [9, 9, 9], [1, 1, 1], [5]),
+]
+REFERENCE = [judge("a", 0, [9, 9, 9], [4, 4, 4], [1, 2, 3, 4]), judge("b", 0, [9, 9, 9], [4, 4, 4], [5])]
+
+
+@pytest.fixture
+def report():
+    return Report(
+        created=datetime(2026, 2, 6, tzinfo=UTC),
+        valid=True,
+        invalid_because=[],
+        checkpoint=CheckpointInfo(path="step_400.pt", sha256="00", format="pt", step=400, config_source="key config"),
+        target=TargetInfo.model_validate(
+            {"path": "t", "class": "C", "tensors": 3, "kernel": "torch", "dtype": "float32", "fingerprint": "11"}
+        ),
+        settings=Settings(
+            mode="replay",
+            max_new_tokens=96,
+            ignore_eos=False,
+            thinking=None,
+            block_size=4,
+            mask_token_id=1,
+            target_layer_ids=[1, 3],
+            prompts="p.jsonl",
+            prompts_sha256="22",
+            num_prompts=2,
+            max_blocks=None,
+            completions="target",
+            completion_agreement=1.0,
+            device="cpu",
+            seed=0,
+        ),
+        versions={"torch": "2"},
+        metrics=summarize(ROUNDS, [], seed=0),
+        prompts=[PromptResult(id="a|b", text="x", tokens=7, rounds=2, tau=3.0, token_ids=[1, 2])],
+        checks=[Check(name="fc-shape", status="pass", measured=96, limit=96, explanation="fits")],
+        timings={"blocks": 0.5},
+    )
+
+
+def with_reference(report):
+    return report.model_copy(
+        update={
+            "reference_metrics": summarize(REFERENCE, [], seed=0),
+            "comparison": compare(ROUNDS, REFERENCE, seed=0),
+        }
+    )
+
+
+def test_a_report_survives_the_file(report, tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text(with_reference(report).to_json())
+    assert read_report(path) == with_reference(report)
+
+
+def test_the_file_has_the_agreed_names(report):
+    raw = json.loads(report.to_json())
+    assert raw["schema"] == 1
+    assert raw["target"]["class"] == "C"
+    assert set(raw) == {
+        *("schema", "created", "valid", "invalid_because", "checkpoint", "training", "relay", "target", "reference"),
+        *("settings", "versions", "metrics", "reference_metrics", "comparison", "prompts", "checks", "timings"),
+    }
+    assert set(raw["metrics"]) == {
+        *("tau", "rounds", "tokens", "cut_rounds", "lossless_prompts", "accepted_by_position"),
+        *("acceptance_by_position", "conditional_by_position", "accuracy_by_position", "histogram", "streak"),
+        *("ddtree", "random_anchor_tau"),
+    }
+    assert list(raw["metrics"]["streak"]) == ["1", "2", "4", "8", "16", "64"]
+    assert raw["metrics"]["ddtree"] is None
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "has schema None"),
+        ('{"schema": 2}', "has schema 2, this version reads 1"),
+        ('{"schema": 1}', "created: Field required"),
+    ],
+)
+def test_what_is_no_report_is_named(tmp_path, content, message):
+    path = tmp_path / "report.json"
+    path.write_text(content)
+    with pytest.raises(ReportError, match=message):
+        read_report(path)
+
+
+def test_a_missing_report_is_named(tmp_path):
+    with pytest.raises(ReportError, match="No such file"):
+        read_report(tmp_path / "report.json")
+
+
+def test_the_headline_puts_the_number_beside_the_reference(report):
+    assert report.headline().startswith("τ 2.333 [")
+    line = with_reference(report).headline()
+    assert "reference 1.000 [1.000, 1.000]" in line
+    assert "difference +1.333 [+0.000" in line
+
+
+def test_a_report_that_is_not_valid_says_so_and_gives_no_number(report):
+    invalid = report.model_copy(update={"valid": False, "invalid_because": ["fc-shape", "tap-source"]})
+    assert invalid.headline() == "not valid: fc-shape, tap-source"
+    assert to_markdown(invalid).startswith("# not valid: fc-shape, tap-source\n")
+
+
+def test_the_markdown_tables_are_whole(report):
+    text = to_markdown(with_reference(report))
+    assert "| τ pooled (Σ advance / rounds, bonus included) | 2.333 | 1.000 |" in text
+    assert "| fc-shape | pass | 96 | 96 | fits |" in text
+    assert "| a\\|b | 7 | 2 | 3.000 |" in text
+    for block in text.split("\n\n"):
+        rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
+        assert len({row.count("|") for row in rows}) <= 1
