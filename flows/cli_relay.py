@@ -5,7 +5,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -19,7 +18,7 @@ from tasks.actions import Plan, escape
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit, show_time
 from tasks.quantities import show_duration, show_rate, show_size, size
-from tasks.relay import DEFAULT_MAX_BYTES, plan_relay
+from tasks.relay import FILE_BYTES, check_destination, plan_relay
 from tasks.relay import relay as relay_file
 from tasks.ssh import Connector
 from tasks.transfer import Progress as Report
@@ -34,25 +33,30 @@ def relay(
     plan: Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; touch nothing.")] = False,
     max_bytes: Annotated[
         str, typer.Option(help="What one approval lets be read in all; a second try reads again.")
-    ] = show_size(DEFAULT_MAX_BYTES).replace(" ", ""),
+    ] = show_size(FILE_BYTES).replace(" ", ""),
     hosts: HostsFile = None,
     as_json: AsJson = False,
 ) -> None:
     """Stream a file from one host to another; sha256 is taken on the way and again where it is written."""
     known, audit = inventory.load(hosts), Audit()
     store = ApprovalStore(known, audit)
-    ends, most = (known.location(source), known.location(destination)), size(max_bytes)
+    start, end = known.location(source), known.location(destination)
+    check_destination(end)
+    needed = plan_relay([start], f"is read once and written to {end}", max_bytes=size(max_bytes))
     if plan:
-        _show_plan(store, plan_relay(*ends, max_bytes=most), f"{ends[0]} to {ends[1]}", as_json=as_json)
+        _show_plan(store, needed, f"{start} to {end}", as_json=as_json)
         return
-    with shown_progress(str(ends[0])) as progress:
-        result = relay_file(Connector(known, store, audit), store, *ends, max_bytes=most, progress=progress)
+    approval = None if needed is None else store.require(needed)
+    with shown_progress(str(start)) as progress:
+        result = relay_file(Connector(known, store, audit), approval, start, end, progress=progress)
     if as_json:
-        fields = asdict(result) | {"identity": result.identity.model_dump(), "mb_per_s": round(result.mb_per_s, 1)}
-        typer.echo(json.dumps(fields))
+        ends = {"source": str(result.source), "destination": str(result.destination)}
+        speed = {"seconds": round(result.seconds, 3), "mb_per_s": round(result.mb_per_s, 1)}
+        identity = result.identity.model_dump()
+        typer.echo(json.dumps({**ends, "bytes": result.bytes, "sha256": result.sha256, "identity": identity, **speed}))
         return
     rate = show_rate(round(result.mb_per_s * 1e6))
-    typer.echo(f"{escape(result.destination)}: {show_size(result.bytes)} in {result.seconds:.1f} s, {rate}")
+    typer.echo(f"{escape(str(end))}: {show_size(result.bytes)} in {result.seconds:.1f} s, {rate}")
     typer.echo(f"sha256 {result.sha256}")
 
 

@@ -44,7 +44,7 @@ class GateError(DFlashError):
     """A request could not be served, or the session broke; nothing about the approval was wrong."""
 
 
-class _RequestFailed(GateError):
+class RequestFailed(GateError):
     """The gate said no to one request and waits for the next."""
 
 
@@ -190,7 +190,7 @@ class GateSession:
         """Kill the process when anything but a failed request leaves the block: the framing is lost then."""
         try:
             yield
-        except _RequestFailed:
+        except RequestFailed:
             raise
         except BaseException as error:
             self._end(f"{type(error).__name__}: {error}")
@@ -228,7 +228,7 @@ class GateSession:
             return dict(reply)
         if reply.get("refused"):
             raise self._refused(reply)
-        raise _RequestFailed(f"{self.host.name}: {reply.get('message')}")
+        raise RequestFailed(f"{self.host.name}: {reply.get('message')}")
 
     def _line(self, at_once: int) -> bytes:
         descriptor = self._stdout.fileno()

@@ -5,28 +5,30 @@ inode, size, mtime) from before the first byte until after the last; both ssh pr
 the way is the one the destination took while it wrote.
 """
 
+import errno
 import os
 import signal
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dflash.errors import DFlashError, UsageError
 from tasks.actions import Plan, ReadGrant, escape
-from tasks.approvals import ApprovalStore
+from tasks.approvals import Approval
 from tasks.errors import Refused
-from tasks.gate import EXIT_SSH_FAILED, GateError, GateSession, Stat, open_session
+from tasks.gate import EXIT_SSH_FAILED, GateSession, RequestFailed, Stat, open_session
 from tasks.inventory import Host, Location
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line
 from tasks.quantities import show_size
 from tasks.ssh import Connector
 from tasks.transfer import Progress, Receiver, ReceiverError, SinkClosedError, TransferError, pump, receiver_argv
 
-DEFAULT_MAX_BYTES = 40 * 10**9
-"""What may be read under one approval: a checkpoint of 17 GB, and once more if the first try breaks."""
-SESSIONS = 4
+FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 4
+"""What one approval lets be read of one file: a checkpoint of 17 GB, and once more if the first try breaks."""
+FOLDER_BYTES, FOLDER_SESSIONS = 160 * 10**9, 16
+"""The same for a folder; not by the number of files, so that each of them asks for what all of them ask for."""
 CLOSING_SECONDS = 5.0
 
 
@@ -38,68 +40,91 @@ class SourceError(TransferError):
 class RelayResult:
     """A file that arrived; ``seconds`` run from the first byte to the final name."""
 
-    source: str
-    destination: str
+    source: Location
+    destination: Location
     identity: Stat
-    bytes: int
     sha256: str
     seconds: float
+
+    @property
+    def bytes(self) -> int:
+        return self.identity.size
 
     @property
     def mb_per_s(self) -> float:
         return self.bytes / 1e6 / self.seconds
 
 
-def plan_relay(source: Location, destination: Location, *, max_bytes: int = DEFAULT_MAX_BYTES) -> Plan | None:
-    """Return what must be approved before ``source`` may be read; None when its host is not protected.
+def plan_relay(
+    sources: Sequence[Location], effect: str, *, with_config: bool = False, max_bytes: int | None = None
+) -> Plan | None:
+    """Return what must be approved before ``sources`` may be read; None when their host is not protected.
 
-    The size of the file is not known before the gate may say it, so the grant asks for ``max_bytes``.
-    Raises :class:`UsageError` unless both ends are on hosts, :class:`Refused` when the destination is protected.
+    One file asks for its path; several, or one with the ``config.json`` beside it, ask for the folder they are in.
+    How large a file is cannot be known before the gate may say it, so the grant asks for ``max_bytes``.
+    Raises :class:`UsageError` when a source names no host, or when they are not on one host.
     """
-    reading, writing = _host(source), _host(destination)
-    if writing.protected:
-        raise Refused(f"{writing.name} is protected: a relay reads from there, it does not write there")
-    if not reading.protected:
+    hosts = {_host(source).name: _host(source) for source in sources}
+    if len(hosts) != 1:
+        raise UsageError(f"{', '.join(hosts) or 'nothing'}: relay from one host at a time, an approval is for one host")
+    (host,) = hosts.values()
+    if not host.protected:
         return None
+    folder = with_config or len(sources) > 1
+    place = os.path.commonpath([os.path.dirname(source.path) for source in sources]) if folder else sources[0].path
     grant = ReadGrant(
-        host=reading.name,
-        host_keys=reading.fingerprints,
-        path=source.path,
+        host=host.name,
+        host_keys=host.fingerprints,
+        path=None if folder else place,
+        root=place if folder else None,
         verbs=("read", "stat"),
-        sessions=SESSIONS,
-        bytes=max_bytes,
+        sessions=FOLDER_SESSIONS if folder else FILE_SESSIONS,
+        bytes=max_bytes or (FOLDER_BYTES if folder else FILE_BYTES),
     )
-    return Plan(
-        grant=grant, effect=f"the file is read once and written to {destination}; nothing changes on {reading.name}"
-    )
+    return Plan(grant=grant, effect=effect)
 
 
 def relay(
     connector: Connector,
-    store: ApprovalStore,
+    approval: Approval | None,
     source: Location,
     destination: Location,
     *,
-    max_bytes: int = DEFAULT_MAX_BYTES,
     progress: Progress | None = None,
 ) -> RelayResult:
     """Stream ``source`` to ``destination`` and return once it is there under its final name.
 
-    ``progress`` gets (bytes done, bytes in all). Raises :class:`Refused` without an approval for a protected source,
-    else :class:`TransferError` or what the connection raises; then nothing is under the final name.
+    ``approval`` is for :func:`plan_relay`'s plan, None for a source that is not protected. ``progress`` gets (bytes
+    done, bytes in all). Raises :class:`Refused`, :class:`TransferError` or what the connection raises; then nothing is
+    under the final name.
     """
-    plan = plan_relay(source, destination, max_bytes=max_bytes)
-    approval = None if plan is None else store.require(plan)
+    check_destination(destination)
     with open_session(connector, _host(source), approval) as session:
-        identity = _relayable(session, source, None if plan is None else max_bytes)
-        with _receiver(connector, destination) as receiver:
-            receiver.open(destination.path, identity.size)
-            begun = time.monotonic()
-            sha256 = _stream(session, source.path, receiver, identity.size, progress)
-            _check_unchanged(session, source, identity)
-            receiver.commit(sha256)
-            seconds = time.monotonic() - begun
-    return RelayResult(str(source), str(destination), identity, identity.size, sha256, seconds)
+        return _relay_file(connector, session, source, destination, progress)
+
+
+def relay_checkpoint(
+    connector: Connector,
+    approval: Approval | None,
+    source: Location,
+    destination: Location,
+    *,
+    progress: Progress | None = None,
+) -> RelayResult:
+    """Stream a single-file checkpoint as :func:`relay` does, after the ``config.json`` beside it where there is one."""
+    check_destination(destination)
+    config, its_place = _beside(source, "config.json"), _beside(destination, "config.json")
+    with open_session(connector, _host(source), approval) as session:
+        if _exists(session, config):
+            _relay_file(connector, session, config, its_place, None)
+        return _relay_file(connector, session, source, destination, progress)
+
+
+def check_destination(destination: Location) -> None:
+    """Raise :class:`UsageError` unless ``destination`` is on a host, :class:`Refused` when that host is protected."""
+    host = _host(destination)
+    if host.protected:
+        raise Refused(f"{host.name} is protected: a relay reads from there, it does not write there")
 
 
 def _host(location: Location) -> Host:
@@ -108,16 +133,45 @@ def _host(location: Location) -> Host:
     return location.host
 
 
-def _relayable(session: GateSession, source: Location, most: int | None) -> Stat:
+def _beside(place: Location, name: str) -> Location:
+    return Location(place.host, os.path.join(os.path.dirname(place.path), name))
+
+
+def _exists(session: GateSession, place: Location) -> bool:
+    try:
+        session.stat(place.path)
+    except RequestFailed as error:
+        if os.strerror(errno.ENOENT) in str(error):
+            return False
+        raise
+    return True
+
+
+def _relay_file(
+    connector: Connector, session: GateSession, source: Location, destination: Location, progress: Progress | None
+) -> RelayResult:
+    identity = _relayable(session, source)
+    with _receiver(connector, destination) as receiver:
+        receiver.open(destination.path, identity.size)
+        begun = time.monotonic()
+        sha256 = _stream(session, source.path, receiver, identity.size, progress)
+        _check_unchanged(session, source, identity)
+        receiver.commit(sha256)
+        seconds = time.monotonic() - begun
+    return RelayResult(source, destination, identity, sha256, seconds)
+
+
+def _relayable(session: GateSession, source: Location) -> Stat:
     found = session.stat(source.path)
     if found.kind != "file":
         kind = "a directory" if found.kind == "directory" else "not a regular file"
         raise SourceError(f"{source} is {kind}: name one file")
     if not found.size:
         raise SourceError(f"{source} is empty: relay it when it has been written")
-    if most is not None and found.size > most:
+    approval = session.approval
+    if approval is not None and found.size > approval.grant.bytes:
         raise SourceError(
-            f"{source} has {show_size(found.size)}, but {show_size(most)} were asked for: "
+            f"{source} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
             f"ask for more with --max-bytes {show_size(found.size * 11 // 10).replace(' ', '')}"
         )
     return found
@@ -134,7 +188,7 @@ def _stream(session: GateSession, path: str, receiver: Receiver, size: int, prog
 def _check_unchanged(session: GateSession, source: Location, identity: Stat) -> None:
     try:
         found = session.stat(source.path)
-    except GateError as error:
+    except RequestFailed as error:
         raise SourceError(f"{source} vanished while it was read ({error}): nothing was kept") from None
     if found != identity:
         raise SourceError(f"{source} changed while it was read: relay it again when its writer is done")

@@ -20,7 +20,7 @@ from tasks.audit import Audit
 from tasks.errors import Refused
 from tasks.inventory import Inventory, Location
 from tasks.lab import Lab
-from tasks.relay import DEFAULT_MAX_BYTES, RelayResult, plan_relay, relay
+from tasks.relay import FILE_BYTES, RelayResult, plan_relay, relay, relay_checkpoint
 from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
 
@@ -49,8 +49,8 @@ class Desk:
     def place(self, host: str, path: str) -> Location:
         return self.known.location(f"{host}:{self.lab.seen(host, path)}")
 
-    def approve(self, source: Location, destination: Location, max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-        plan = plan_relay(source, destination, max_bytes=max_bytes)
+    def approve(self, source: Location, *, max_bytes: int = FILE_BYTES, with_config: bool = False) -> None:
+        plan = plan_relay([source], "a test reads it", with_config=with_config, max_bytes=max_bytes)
         assert plan is not None
         self.store.approve(self.store.request(plan).id, reason="test", ca_key=self.lab.ca_key, seconds=600)
 
@@ -60,9 +60,11 @@ class Desk:
         destination: Location,
         *,
         progress: Progress | None = None,
-        max_bytes: int = DEFAULT_MAX_BYTES,
+        max_bytes: int = FILE_BYTES,
     ) -> RelayResult:
-        return relay(self.connector, self.store, source, destination, max_bytes=max_bytes, progress=progress)
+        plan = plan_relay([source], "a test reads it", max_bytes=max_bytes)
+        approval = None if plan is None else self.store.require(plan)
+        return relay(self.connector, approval, source, destination, progress=progress)
 
 
 @dataclass
@@ -97,7 +99,7 @@ def way(desk: Desk, request: pytest.FixtureRequest) -> Iterator[Way]:
     made = make_way(desk, name)
     made.source_file.parent.mkdir(parents=True)
     made.source_file.write_bytes(os.urandom(IN_FLIGHT))
-    desk.approve(made.source, made.destination)
+    desk.approve(made.source)
     yield made
     made.source_file.unlink(missing_ok=True)
     made.destination_file.unlink(missing_ok=True)
@@ -159,6 +161,33 @@ def test_unprotected_source_needs_no_approval(desk: Desk) -> None:
     assert desk.lab.host_path("ct129", f"{DESTINATIONS}/there").read_bytes() == b"free"
 
 
+@pytest.mark.parametrize("with_config", [True, False])
+def test_checkpoint_brings_the_config_beside_it(desk: Desk, with_config: bool) -> None:
+    way = make_way(desk, f"checkpoint with config {with_config}/step_7.pt")
+    way.source_file.parent.mkdir()
+    way.source_file.write_bytes(b"weights")
+    if with_config:
+        way.source_file.with_name("config.json").write_bytes(b"{}")
+    plan = plan_relay([way.source], "a test reads it", with_config=True)
+    assert plan is not None
+    desk.approve(way.source, max_bytes=plan.grant.bytes, with_config=True)
+    result = relay_checkpoint(desk.connector, desk.store.require(plan), way.source, way.destination)
+    assert result.sha256 == hashlib.sha256(b"weights").hexdigest()
+    assert way.arrived() == (["config.json", "step_7.pt"] if with_config else ["step_7.pt"])
+
+
+def test_each_of_several_files_asks_for_what_all_of_them_ask_for(desk: Desk) -> None:
+    files = [make_way(desk, f"many/step_{step}.pt").source for step in (1, 2, 3)]
+    together = plan_relay(files, "all", with_config=True)
+    assert together is not None
+    assert {plan_relay([file], "one", with_config=True).digest() for file in files} == {together.digest()}  # type: ignore[union-attr]
+
+
+def test_files_of_two_hosts_are_not_one_plan(desk: Desk) -> None:
+    with pytest.raises(UsageError, match="relay from one host at a time"):
+        plan_relay([desk.place("kpro6", "/a"), desk.place("ct129", "/a")], "both")
+
+
 def test_without_approval_nothing_happens_on_either_host(desk: Desk) -> None:
     way = make_way(desk, "unapproved/file")
     way.source_file.parent.mkdir()
@@ -200,7 +229,7 @@ def test_unfit_source_is_named(
     way = make_way(desk, f"unfit {request.node.callspec.id}/file")
     way.source_file.parent.mkdir()
     make(way.source_file)
-    desk.approve(way.source, way.destination, max_bytes=1_000_000)
+    desk.approve(way.source, max_bytes=1_000_000)
     with pytest.raises(DFlashError, match=message) as error:
         desk.relay(way.source, way.destination, max_bytes=1_000_000)
     assert "\n" not in str(error.value)
@@ -243,7 +272,7 @@ def test_used_up_grant_refuses(desk: Desk) -> None:
     way = make_way(desk, "used up/file")
     way.source_file.parent.mkdir()
     way.source_file.write_bytes(bytes(700_000))
-    desk.approve(way.source, way.destination, max_bytes=1_000_000)
+    desk.approve(way.source, max_bytes=1_000_000)
     desk.relay(way.source, way.destination, max_bytes=1_000_000)
     with pytest.raises(Refused):
         desk.relay(way.source, way.destination, max_bytes=1_000_000)
@@ -329,7 +358,7 @@ def test_wrong_host_key_stops_before_authentication(lab: Lab, tmp_path: Path, ho
     way = make_way(Desk.of(lab, tmp_path / "hosts.yaml"), f"wrong key of {host}/file")
     way.source_file.parent.mkdir()
     way.source_file.write_bytes(b"content")
-    way.desk.approve(way.source, way.destination)
+    way.desk.approve(way.source)
     with pytest.raises(HostKeyError, match=rf"{host} .* showed the host key"):
         way.relay()
     assert way.arrived() == []
@@ -391,8 +420,8 @@ def test_plan_shows_what_is_asked_and_touches_nothing(desk: Desk) -> None:
     requests = len(desk.store.requests())
     ended, printed, said = finish(command(way, "--plan"))
     assert ended == 0, said
-    assert str(DEFAULT_MAX_BYTES) in printed
+    assert str(FILE_BYTES) in printed
     assert "not approved" in printed
     assert len(desk.store.requests()) == requests
-    desk.approve(way.source, way.destination)
+    desk.approve(way.source)
     assert "approved: " in finish(command(way, "--plan"))[1]
