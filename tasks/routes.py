@@ -169,7 +169,7 @@ def render_configuration(
         "ServerAliveCountMax 4",
         "EscapeChar none",
         "RequestTTY no",
-        "LogLevel ERROR",
+        "LogLevel INFO",
     ]
     return "\n".join([*blocks, "\n  ".join(everywhere), ""])
 

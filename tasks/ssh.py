@@ -139,6 +139,7 @@ class Connector:
             between = way.jump.host
             gateway = self._connection(way.jump, PinnedKeys(self.inventory, between), host_key_types(between))
         # lazy: no fabric or ssh configuration file has a say here; `ssh -G` has told already what they mean
+        settings = fabric.Config(overrides={"run": {"in_stream": False}}, lazy=True)
         connection = fabric.Connection(
             host=way.hostname,
             user=way.host.user,
@@ -146,7 +147,7 @@ class Connector:
             gateway=gateway,
             forward_agent=False,
             connect_timeout=CONNECT_SECONDS,
-            config=fabric.Config(lazy=True),
+            config=settings,
             connect_kwargs={
                 "key_filename": [str(way.identity_file)] if way.identity_file else [],
                 "allow_agent": False,
