@@ -10,7 +10,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from tasks.actions import Plan, ReadGrant
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.inventory import Host, Inventory, parse
+from tasks.process import Popen
 from tasks.ssh import Connector
 
 REPOSITORY = Path(__file__).parents[1]
@@ -46,6 +46,7 @@ PermitRootLogin prohibit-password
 PasswordAuthentication no
 KbdInteractiveAuthentication no
 AuthorizedKeysFile {authorized_keys}
+Subsystem sftp internal-sftp
 MaxStartups 100:30:200
 {more}
 """
@@ -60,7 +61,7 @@ class Sshd:
     second_port: int
     host_keys: tuple[str, ...]
     log: Path
-    running: subprocess.Popen[bytes]
+    running: Popen[bytes]
 
     def logged(self) -> str:
         return self.log.read_text()
@@ -236,7 +237,7 @@ def _penalties(sshd: str, host_key: Path) -> str:
     return "PerSourcePenalties no\n" if "persourcepenalties" in known else ""
 
 
-def _wait_for(address: str, port: int, running: subprocess.Popen[bytes], log: Path) -> None:
+def _wait_for(address: str, port: int, running: Popen[bytes], log: Path) -> None:
     deadline = time.monotonic() + 20
     while time.monotonic() < deadline and running.poll() is None:
         try:

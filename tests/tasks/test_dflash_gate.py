@@ -11,7 +11,6 @@ import re
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -23,7 +22,7 @@ from hypothesis import strategies as st
 
 from tasks import process
 from tasks.approvals import Approval
-from tasks.process import PIPE
+from tasks.process import PIPE, Popen
 from tests.sshds import GATE, Operator, Site, write_gate_configuration
 
 MIB = 1 << 20
@@ -206,7 +205,7 @@ class Program:
         self.state.mkdir(mode=0o700)
         write_gate_configuration(folder, host_keys=list(operator.train.fingerprints))
 
-    def start(self, approval: Approval, *, client: str = "127.0.0.1") -> "subprocess.Popen[bytes]":
+    def start(self, approval: Approval, *, client: str = "127.0.0.1") -> Popen[bytes]:
         login = self.folder / "login"
         login.write_text("publickey " + " ".join(approval.certificate_path.read_text().split()[:2]) + "\n")
         env = os.environ | {"SSH_USER_AUTH": str(login), "SSH_CONNECTION": f"{client} 5 10.1.2.6 22"}
@@ -233,7 +232,7 @@ class Program:
 class Conversation:
     """Requests to a running gate, one after the other."""
 
-    def __init__(self, running: "subprocess.Popen[bytes]", approval: Approval) -> None:
+    def __init__(self, running: Popen[bytes], approval: Approval) -> None:
         assert running.stdin is not None
         assert running.stdout is not None
         self.running, self.stdin, self.stdout = running, running.stdin, running.stdout
