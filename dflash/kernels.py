@@ -50,6 +50,8 @@ def _obstacle_to_fla(device: torch.device) -> str | None:
     for package in ("fla", "triton"):
         if importlib.util.find_spec(package) is None:
             return f"{package} is not installed"
+    if not torch.cuda.is_available():
+        return "torch sees no GPU"
     for function in _DELTA_RULES:
         # transformers swallows any exception of fla's import and keeps its own function.
         implementation = inspect.getclosurevars(_AS_IMPORTED[function]).nonlocals.get("implementation")
