@@ -202,12 +202,13 @@ def read_safetensors_file(path: Path) -> TensorFile:
     return TensorFile(path, identity, tensors, {name: tensor.record for name, tensor in tensors.items()})
 
 
-def read_record(path: Path, file: BinaryIO, record: Record) -> bytes:
+def read_record(path: Path, file: BinaryIO, record: Record) -> bytearray:
     """The bytes of ``record``, checked against its CRC; :class:`DamagedError` names it."""
+    data = bytearray(record.length)
     file.seek(record.start)
-    data = file.read(record.length)
-    if len(data) != record.length:
-        raise DamagedError(f"{path}: record {record.name} ends after {len(data)} of {record.length} bytes")
+    got = file.readinto(data)  # type: ignore[attr-defined]
+    if got != record.length:
+        raise DamagedError(f"{path}: record {record.name} ends after {got} of {record.length} bytes")
     if record.crc32 is not None and zlib.crc32(data) != record.crc32:
         raise DamagedError(f"{path}: record {record.name} does not match its checksum; copy the file again")
     return data
@@ -239,9 +240,9 @@ def _zip_records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     return records
 
 
-def _unpickle(path: Path, data: bytes, root: str, records: Mapping[str, Record]) -> Any:
+def _unpickle(path: Path, data: bytearray, root: str, records: Mapping[str, Record]) -> Any:
     try:
-        for opcode, argument, _ in pickletools.genops(data):
+        for opcode, argument, _ in pickletools.genops(bytes(data)):
             # The memo is an array: one absurd index would allocate all memory before anything is looked at.
             if "PUT" in opcode.name and isinstance(argument, int) and argument > len(data):
                 raise UnsafePickleError(f"{path}: data.pkl numbers its objects up to {argument}; refused")
@@ -271,7 +272,7 @@ class _Opaque:
 class _InertUnpickler(pickle.Unpickler):
     """Stand-ins are made anew for each file, so that a pickle which pokes at one reaches no other read."""
 
-    def __init__(self, path: Path, data: bytes, root: str, records: Mapping[str, Record]) -> None:
+    def __init__(self, path: Path, data: bytearray, root: str, records: Mapping[str, Record]) -> None:
         super().__init__(io.BytesIO(data))
         self._path, self._root, self._records = path, root, records
         self._known: dict[tuple[str, str], Any] = {

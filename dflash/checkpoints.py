@@ -197,7 +197,7 @@ def read_tensors(opened: Opened) -> dict[str, Tensor]:
                 if owner is not layout:
                     continue
                 if tensor.record.name not in storages:
-                    data = bytearray(read_record(layout.path, file, tensor.record))
+                    data = read_record(layout.path, file, tensor.record)
                     storages[tensor.record.name] = torch.frombuffer(data, dtype=torch.uint8)
                 storage = storages[tensor.record.name].view(getattr(torch, tensor.dtype))
                 weights[name] = storage.as_strided(tensor.shape, tensor.stride, tensor.offset).contiguous()

@@ -31,7 +31,7 @@ _CAUSAL_LM: dict[str, type[PreTrainedModel]] = {
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_text": Qwen3_5ForCausalLM,
 }
-_HEAD_POSITIONS = 256
+_HEAD_ROWS = 1024
 _ROWS_AT_ONCE = 32
 
 
@@ -172,8 +172,8 @@ class Target:
             hidden = self.model.get_submodule("model")(input_ids=ids, use_cache=False).last_hidden_state
         if not argmax:
             return TapResult(taps, None)
-        best = [self.logits(part).argmax(-1) for part in hidden.split(_HEAD_POSITIONS, dim=1)]
-        return TapResult(taps, torch.cat(best, dim=1))
+        best = [self.logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(_HEAD_ROWS)]
+        return TapResult(taps, torch.cat(best).view(ids.shape))
 
     @contextmanager
     def _tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:
