@@ -1,0 +1,178 @@
+"""The relay against ``scp -3``: MB/s from the first byte to the final name, and CPU seconds of the operator's machine.
+
+    python benchmarks/relay.py [--runs 5] [--size 2GB] [--folder /dev/shm]
+
+Both move the same incompressible file from the lab's kpro6 over this machine to its ct129, in turns, so that whatever
+else the machine does hits both. What is not the same:
+
+- The relay reads through the gate (niced, budget kept) under an approval, hashes on the way and on ct129, and ends with
+  fsync and rename. scp does none of that. The lab's read limit is lifted, it would be what is measured.
+- kpro6 lets nobody in but the gate, so scp gets a second sshd there, with the lab's ordinary login.
+- scp's first byte is when its destination has a size; the connects before it count for neither.
+
+The lab lives in ``--folder``, in memory by default: a disk's speed is not the relay's. Medians; the ratio is to
+``scp -3`` as shipped. Needs root.
+"""
+
+import argparse
+import os
+import resource
+import statistics
+import subprocess  # noqa: TID251 - the peer is scp, which the project itself never starts
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from dflash.errors import run_cli
+from tasks.approvals import ApprovalStore
+from tasks.audit import Audit
+from tasks.inventory import Location, load
+from tasks.lab import GATE_CONFIG, Lab
+from tasks.quantities import show_size, size
+from tasks.relay import plan_relay, relay
+from tasks.ssh import Connector
+
+SOURCE = "/workspace/dflash/checkpoints/benchmark.bin"
+DESTINATION = "/root/eval/cache/benchmark.bin"
+SCP_PORT = 2222
+GCM = "aes128-gcm@openssh.com"
+
+
+@dataclass(frozen=True)
+class Run:
+    """One transfer: seconds from the first byte to the end, CPU seconds of this process and its children."""
+
+    seconds: float
+    cpu: float
+
+
+class Bench:
+    """The lab with one file on kpro6, and the two ways to move it."""
+
+    def __init__(self, lab: Lab, scratch: Path) -> None:
+        self.lab = lab
+        self.known, audit = load(lab.hosts_file), Audit()
+        self.store = ApprovalStore(self.known, audit)
+        self.connector = Connector(self.known, self.store, audit)
+        self.source, self.destination = lab.host_path("kpro6", SOURCE), lab.host_path("ct129", DESTINATION)
+        self.ssh_config = scratch / "ssh_config"
+
+    def prepare(self, count: int) -> None:
+        """Write ``count`` random bytes on kpro6, lift its read limit and start the sshd for scp."""
+        with self.source.open("wb") as file:
+            for start in range(0, count, 1 << 24):
+                file.write(os.urandom(min(1 << 24, count - start)))
+        gate = self.lab.host_path("kpro6", GATE_CONFIG)
+        gate.write_text(gate.read_text().replace('"read_limit": 200000000', '"read_limit": 100000000000'))
+        self._serve_scp()
+
+    def _serve_scp(self) -> None:
+        kpro6, ct129 = self.known.host("kpro6"), self.known.host("ct129")
+        etc = self.lab.host_path("kpro6", "/etc/ssh")
+        (etc / "scp_keys").write_text(Path(f"{ct129.identity_file}.pub").read_text())
+        (etc / "scp_config").write_text(
+            f"Port {SCP_PORT}\nListenAddress {kpro6.address}\nHostKey /etc/ssh/ssh_host_ed25519_key\n"
+            "AuthorizedKeysFile /etc/ssh/scp_keys\nUsePAM no\nPidFile none\nSubsystem sftp internal-sftp\n"
+        )
+        self.lab.exec("kpro6", ["/usr/sbin/sshd", "-f", "/etc/ssh/scp_config"], check=True)
+        known_hosts = self.ssh_config.with_name("known_hosts")
+        known_hosts.write_text("".join(f"{host.name} {key}\n" for host in (kpro6, ct129) for key in host.host_keys))
+        places = "".join(
+            f"Host {host.name}\n  HostName {host.address}\n  Port {port}\n  HostKeyAlias {host.name}\n"
+            for host, port in ((kpro6, SCP_PORT), (ct129, ct129.port))
+        )
+        self.ssh_config.write_text(
+            f"{places}Host *\n  User {ct129.user}\n  IdentityFile {ct129.identity_file}\n  IdentitiesOnly yes\n"
+            f"  UserKnownHostsFile {known_hosts}\n  StrictHostKeyChecking yes\n"
+        )
+
+    def relay(self) -> float:
+        """Relay under an approval of its own; seconds."""
+        source = Location(self.known.host("kpro6"), SOURCE)
+        destination = Location(self.known.host("ct129"), DESTINATION)
+        plan = plan_relay([source], "the benchmark reads it", max_bytes=2 * self.source.stat().st_size)
+        assert plan is not None
+        request = self.store.request(plan)
+        approval = self.store.approve(request.id, reason="benchmark", ca_key=self.lab.ca_key, seconds=3600)
+        return relay(self.connector, approval, source, destination).seconds
+
+    def scp(self, *options: str) -> float:
+        """Copy with ``scp -3``; seconds."""
+        argv = ["scp", "-3", "-q", "-F", str(self.ssh_config), *options, f"kpro6:{SOURCE}", f"ct129:{DESTINATION}"]
+        with subprocess.Popen(argv) as running:
+            begun = time.monotonic()
+            while running.poll() is None and not (self.destination.exists() and self.destination.stat().st_size):
+                begun = time.monotonic()
+                time.sleep(0.005)
+            if running.wait():
+                sys.exit(f"scp -3 ended with exit code {running.returncode}")
+        return time.monotonic() - begun
+
+    def measure(self, transfer: Callable[[], float]) -> Run:
+        """Run one transfer from a warm source to no destination, with nothing left to write out before it."""
+        self.destination.unlink(missing_ok=True)
+        with self.source.open("rb", buffering=0) as file:
+            while file.read(1 << 24):
+                pass
+        os.sync()
+        before = _cpu()
+        seconds = transfer()
+        after = _cpu()
+        if self.destination.stat().st_size != self.source.stat().st_size:
+            sys.exit("the file did not arrive whole")
+        return Run(seconds, after - before)
+
+
+def main() -> None:
+    options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    options.add_argument("--runs", type=int, default=5)
+    options.add_argument("--size", type=size, default=size("2GB"))
+    options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
+    asked = options.parse_args()
+    with ExitStack() as stack:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-benchmark-", dir=asked.folder)))
+        lab = Lab.up(state, isolated=True, outlive=False)
+        stack.callback(lab.down)
+        os.environ.update(lab.environment)
+        stack.enter_context(lab.entered())
+        bench = Bench(lab, state)
+        print(f"writing {show_size(asked.size)} of random bytes", file=sys.stderr)
+        bench.prepare(asked.size)
+        ways = {
+            "relay": bench.relay,
+            "scp -3 as shipped": bench.scp,
+            "scp -3 aes128-gcm": lambda: bench.scp("-c", GCM),
+        }
+        runs: dict[str, list[Run]] = {way: [] for way in ways}
+        for number in range(asked.runs):
+            for way, transfer in ways.items():
+                runs[way].append(bench.measure(transfer))
+                rate = asked.size / 1e6 / runs[way][-1].seconds
+                print(f"run {number + 1} of {asked.runs}: {way:18} {rate:6.0f} MB/s", file=sys.stderr, flush=True)
+    _print_table(runs, asked.size)
+
+
+def _print_table(runs: dict[str, list[Run]], count: int) -> None:
+    rates = {way: [count / 1e6 / run.seconds for run in each] for way, each in runs.items()}
+    shipped = statistics.median(rates["scp -3 as shipped"])
+    print(
+        f"{show_size(count)}, {len(runs['relay'])} runs in turns, {os.cpu_count()} cores, medians (lowest to highest)"
+    )
+    print(f"{'':18}  {'MB/s':>15}  {'ratio':>6}  {'operator CPU s/GB':>17}")
+    for way, each in runs.items():
+        rate, spread = statistics.median(rates[way]), f"({min(rates[way]):.0f} to {max(rates[way]):.0f})"
+        cpu = statistics.median(run.cpu for run in each) / (count / 1e9)
+        print(f"{way:18}  {rate:4.0f} {spread:>10}  {rate / shipped:5.2f}x  {cpu:17.2f}")
+
+
+def _cpu() -> float:
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(usage.ru_utime + usage.ru_stime for usage in used)
+
+
+if __name__ == "__main__":
+    run_cli(main)
