@@ -16,6 +16,7 @@ import pytest
 
 from tasks import process
 from tasks.lab import Lab, LabBusyError
+from tasks.lab_isolated import can_isolate
 
 PATIENCE = 600.0
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
@@ -39,9 +40,9 @@ class MachineNetwork:
 
 @pytest.fixture(scope="session")
 def machine_network() -> Iterator[MachineNetwork]:
-    """The machine's network as it was before the run's lab; read by root only."""
+    """The machine's network as it was before the run's lab; read where a lab has namespaces only."""
     namespace = os.open("/proc/thread-self/ns/net", os.O_RDONLY)
-    before = MachineNetwork(namespace, "").now() if os.geteuid() == 0 else ""
+    before = MachineNetwork(namespace, "").now() if can_isolate() else ""
     yield MachineNetwork(namespace, before)
     os.close(namespace)
 
