@@ -20,6 +20,7 @@ from typing import IO, Any, Literal, Self, TypeVar
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash.errors import DFlashError
+from tasks.actions import escape
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.inventory import Host
@@ -221,14 +222,14 @@ class GateSession:
         line = self._line(1 if raw_bytes_follow else 1 << 16)
         try:
             reply = json.loads(line)
-            answered = reply["ok"] is True
-        except (ValueError, KeyError, TypeError):
+            if reply["ok"] is True:
+                return dict(reply)
+            message = str(reply["message"])
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise self._broken(f"it answered {line[:60]!r}") from None
-        if answered:
-            return dict(reply)
         if reply.get("refused"):
-            raise self._refused(reply)
-        raise RequestFailed(f"{self.host.name}: {reply.get('message')}")
+            raise self._refused(message, spent=bool(reply.get("spent")))
+        raise RequestFailed(f"{self.host.name}: {escape(message)}")
 
     def _line(self, at_once: int) -> bytes:
         descriptor = self._stdout.fileno()
@@ -258,22 +259,23 @@ class GateSession:
         said = self._stderr.read().decode("utf-8", "replace")
         last = last_line(said)
         if status == Refused.exit_code:
-            with suppress(ValueError):
-                return self._refused(dict(json.loads(last)))
-            return self._refused({"message": last})
+            with suppress(ValueError, KeyError, TypeError):
+                reply = json.loads(last)
+                return self._refused(str(reply["message"]), spent=bool(reply["spent"]))
+            return self._refused(last)
         if status != EXIT_SSH_FAILED:
-            return self._broken(f"it ended with exit status {status}: {last or 'no word'}")
+            return self._broken(f"it ended with exit status {status}: {escape(last) or 'no word'}")
         error = self._connector.failure(self.host, said)
         if self.approval is not None and isinstance(error, ConnectionFailed) and "Permission denied" in last:
-            return self._refused({"message": f"sshd did not accept the certificate of approval {self.approval.id}"})
+            return self._refused(f"sshd did not accept the certificate of approval {self.approval.id}")
         return error
 
-    def _refused(self, reply: dict[str, Any]) -> Refused:
-        message = f"{self.host.name} refused: {reply.get('message') or 'no word why'}"
+    def _refused(self, why: str, *, spent: bool = False) -> Refused:
+        message = f"{self.host.name} refused: {escape(why) or 'no word why'}"
         if self.approval is None:
             return Refused(message)
         _record(self._connector, "refusal", self.host, self.approval, message=message)
-        if reply.get("spent"):
+        if spent:
             self._connector.store.retire(self.approval.id, message)
         return Refused(message, request_id=self.approval.id)
 

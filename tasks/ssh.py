@@ -19,6 +19,7 @@ import fabric  # noqa: TID251 - the module for it
 import paramiko  # noqa: TID251 - the module for it
 
 from dflash.errors import DFlashError
+from tasks.actions import escape
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.errors import Refused
@@ -116,7 +117,7 @@ class Connector:
         if "Host key verification failed" in stderr or "no matching host key type" in stderr:
             return self._host_key_failure(host)
         return ConnectionFailed(
-            f"{host.name} ({host.address} port {host.port}): {last_line(stderr) or 'ssh ended without a word'}"
+            f"{host.name} ({host.address} port {host.port}): {escape(last_line(stderr)) or 'ssh ended without a word'}"
         )
 
     def _refuse_protected(self, host: Host) -> None:
