@@ -51,9 +51,8 @@ DRAFTER = {
 def write_target(directory: Path, *, hybrid: bool = False) -> Path:
     """A random target with a tokenizer of one token a word, ``w0`` … ``w61``."""
     torch.manual_seed(0)
-    model = (
-        Qwen3_5ForCausalLM(Qwen3_5TextConfig(**SIZES, **DELTA_NET)) if hybrid else Qwen3ForCausalLM(Qwen3Config(**SIZES))
-    )
+    hybrid_config, dense_config = Qwen3_5TextConfig(**SIZES, **DELTA_NET), Qwen3Config(**SIZES)
+    model = Qwen3_5ForCausalLM(hybrid_config) if hybrid else Qwen3ForCausalLM(dense_config)
     model.save_pretrained(directory)
     tokenizer = Tokenizer(models.WordLevel({word: place for place, word in enumerate(WORDS)}, unk_token="<mask>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()

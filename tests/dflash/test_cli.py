@@ -1,11 +1,13 @@
-"""The command as a process: streams, exit codes, one-line errors."""
+"""The command: streams, exit codes, one-line errors."""
 
 import json
 import subprocess  # noqa: TID251 (the command under test is a process)
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from dflash.cli import main
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
 
@@ -19,21 +21,37 @@ def files(tmp_path_factory):
     return directory
 
 
-def dflash(*arguments):
-    code = "import sys; from dflash.cli import main; sys.argv[0] = 'dflash'; main()"
-    command = [sys.executable, "-c", code, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True)
+@pytest.fixture
+def dflash(monkeypatch, capsys):
+    """Run the command in this process (importing transformers takes seconds): exit code, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            main()
+            code = 0
+        except SystemExit as exit:
+            code = exit.code or 0
+        return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
+
+    return run
 
 
-def evaluate(files, output, *arguments, checkpoint="drafter", prompts="prompts.jsonl"):
-    return dflash(
+def evaluation(files, output, *arguments, checkpoint="drafter", prompts="prompts.jsonl"):
+    return [
         *("evaluate", "--target", files / "target", "--checkpoint", files / checkpoint),
         *("--prompts", files / prompts, "--output", output, "--max-new-tokens", 12, "--device", "cpu", *arguments),
-    )
+    ]
+
+
+def process(*arguments):
+    code = "import sys; from dflash.cli import main; sys.argv[0] = 'dflash'; main()"
+    return subprocess.run([sys.executable, "-c", code, *map(str, arguments)], capture_output=True, text=True)
 
 
 def test_phases_go_to_stderr_and_the_headline_to_stdout(files, tmp_path):
-    done = evaluate(files, tmp_path / "report", "--ignore-eos")
+    done = process(*evaluation(files, tmp_path / "report", "--ignore-eos"))
     assert done.returncode == 0, done.stderr
     assert done.stderr.splitlines() == [
         "[1/5] tokenizer …",
@@ -46,16 +64,16 @@ def test_phases_go_to_stderr_and_the_headline_to_stdout(files, tmp_path):
     assert done.stdout.count("\n") == 1
 
 
-def test_json_prints_the_metrics(files, tmp_path):
-    done = evaluate(files, tmp_path / "report", "--ignore-eos", "--json")
+def test_json_prints_the_metrics(dflash, files, tmp_path):
+    done = dflash(*evaluation(files, tmp_path / "report", "--ignore-eos", "--json"))
     report = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert json.loads(done.stdout) == report["metrics"]
+    assert json.loads(done.out) == report["metrics"]
 
 
-def test_a_failed_check_exits_with_3_and_the_report_is_written(files, tmp_path):
-    done = evaluate(files, tmp_path / "report", "--reference", files / "drafter", checkpoint="narrow")
-    assert done.returncode == 3, done.stderr
-    assert done.stdout == "not valid: taps-as-reference\n"
+def test_a_failed_check_exits_with_3_and_the_report_is_written(dflash, files, tmp_path):
+    done = dflash(*evaluation(files, tmp_path / "report", "--reference", files / "drafter", checkpoint="narrow"))
+    assert done.returncode == 3, done.err
+    assert done.out == "not valid: taps-as-reference\n"
     assert json.loads((tmp_path / "report" / "report.json").read_text())["valid"] is False
 
 
@@ -70,45 +88,45 @@ def test_a_failed_check_exits_with_3_and_the_report_is_written(files, tmp_path):
         (["--reference", "/nonexistent"], 1),
     ],
 )
-def test_wrong_usage_is_2_and_failure_is_1(files, tmp_path, arguments, code):
-    done = evaluate(files, tmp_path / "report", *arguments)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_usage_is_2_and_failure_is_1(dflash, files, tmp_path, arguments, code):
+    done = dflash(*evaluation(files, tmp_path / "report", *arguments))
+    assert done.returncode == code, done.err
+    assert "Traceback" not in done.err
     assert not (tmp_path / "report").exists()
 
 
-def test_an_error_is_one_line(files, tmp_path):
+def test_an_error_is_one_line(dflash, files, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"id": "a"}\n')
-    done = evaluate(files, tmp_path / "report", prompts=tmp_path / "prompts.jsonl")
+    done = dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "prompts.jsonl"))
     assert done.returncode == 1
-    phase, error = done.stderr.splitlines()
+    phase, error = done.err.splitlines()
     assert phase == "[1/5] tokenizer …"
     assert error.startswith(f"error: {tmp_path}/prompts.jsonl:1: expected an object with id")
 
 
-def test_chats_without_thinking_are_wrong_usage(files, tmp_path):
+def test_chats_without_thinking_are_wrong_usage(dflash, files, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "w1"}]}\n')
-    done = evaluate(files, tmp_path / "report", prompts=tmp_path / "chats.jsonl")
+    done = dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "chats.jsonl"))
     assert done.returncode == 2
-    assert "--thinking on or --thinking off" in done.stderr
+    assert "--thinking on or --thinking off" in done.err
 
 
-def test_inspect_shows_config_and_tensors(files):
+def test_inspect_shows_config_and_tensors(dflash, files):
     done = dflash("inspect", files / "drafter")
-    assert done.returncode == 0, done.stderr
-    assert "zlab" in done.stdout
-    assert "layers.1.mlp.down_proj.weight" in done.stdout
-    raw = json.loads(dflash("inspect", files / "drafter", "--json").stdout)
+    assert done.returncode == 0, done.err
+    assert "zlab" in done.out
+    assert "layers.1.mlp.down_proj.weight" in done.out
+    raw = json.loads(dflash("inspect", files / "drafter", "--json").out)
     assert raw["config"]["block_size"] == 6
     assert len(raw["tensors"]) == 11 * 2 + 3
 
 
-def test_inspect_lists_what_is_wrong_and_exits_with_1(files, tmp_path):
+def test_inspect_lists_what_is_wrong_and_exits_with_1(dflash, files, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((files / "narrow" / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_bytes((files / "drafter" / "config.json").read_bytes())
     done = dflash("inspect", tmp_path)
     assert done.returncode == 1
-    assert "takes 2 taps" in " ".join(done.stdout.split())
+    assert "takes 2 taps" in " ".join(done.out.split())
 
 
 def test_help_imports_no_torch():
