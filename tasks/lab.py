@@ -202,7 +202,7 @@ class Lab:
     def restart_sshd(self, host: str) -> None:
         """Start the host's sshd, at the same address and port, after ending one that still runs."""
         self.kill_sshd(host)
-        self._start_sshd(_host(host), _program("sshd"))
+        self._site.start_sshd(_host(host), _program("sshd"))
 
     def cut_link(self, host: str) -> None:
         """Unplug the host's network: open connections freeze, new ones find nobody."""
@@ -223,7 +223,7 @@ class Lab:
         self._write_hosts_file()
         for host in HOSTS.values():
             self._configure_sshd(host, sshd)
-            self._start_sshd(host, sshd)
+            self._site.start_sshd(host, sshd)
 
     def _make_keys(self) -> None:
         """CA, login and host keys; those that exist stay, so that a mended lab is the same lab."""
@@ -248,8 +248,8 @@ class Lab:
         for path in named:
             self.host_path(host.name, path).mkdir(parents=True, exist_ok=True)
         current = self.host_path(host.name, ENVIRONMENTS[host.name]) / "current"
-        if not current.is_symlink():
-            current.symlink_to(sys.prefix)
+        current.unlink(missing_ok=True)
+        current.symlink_to(sys.prefix)
 
     def _install_gate(self) -> None:
         """The gate with its configuration and what sshd needs to know about certificates, all on the training host."""
@@ -349,9 +349,6 @@ class Lab:
             match=match,
         )
 
-    def _start_sshd(self, host: LabHost, sshd: str) -> None:
-        self._site.start_sshd(host, sshd)
-
     def _sshd(self, host: LabHost) -> int | None:
         life = self._record.sshds.get(host.name)
         return life.pid if life is not None and life.alive else None
@@ -402,7 +399,7 @@ def _remove(folder: Path) -> bool:
     """Remove what a lab put into its folder, and the folder when nothing else is in it; False when there is none."""
     if not folder.exists():
         return False
-    if mounted := [point for point in mount_points() if point.is_relative_to(folder)]:
+    if mounted := [point for point in _mount_points() if point.is_relative_to(folder)]:
         raise LabError(f"{mounted[0]} is mounted inside the lab's folder, which would be removed: unmount it first")
     for name in ("keys", *HOSTS):
         if (folder / name).exists():
@@ -413,7 +410,7 @@ def _remove(folder: Path) -> bool:
     return True
 
 
-def mount_points() -> list[Path]:
+def _mount_points() -> list[Path]:
     """Every mount point that the calling thread sees; its namespace need not be the process's."""
     lines = Path("/proc/thread-self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
     # the kernel writes blanks and backslashes as three octal digits
