@@ -4,6 +4,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+INTERRUPTED = 130
+
 
 class DFlashError(Exception):
     """A failure the user can act on; the message says what was found, what was expected and what to do."""
@@ -32,4 +34,9 @@ def run_cli(app: Callable[[], Any]) -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
+    except SystemExit as ended:
+        # typer makes this of Ctrl-C, without a word
+        if ended.code == INTERRUPTED:
+            print("interrupted", file=sys.stderr)
+        raise

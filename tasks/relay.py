@@ -1,12 +1,13 @@
 """A file from host to host through the operator's machine, without touching its disk.
 
 Nothing is under the final name until all of this holds: the source is a regular file and stayed the same one (device,
-inode, size, mtime) from before the first byte until after the last; both ssh processes ended well; the sha256 taken on
-the way is the one the destination took while it wrote.
+inode, size, mtime) from before the first byte until after the last; its host said that it sent every byte; the sha256
+taken on the way is the one the destination took while it wrote.
 """
 
 import errno
 import os
+import shlex
 import signal
 import tempfile
 import time
@@ -15,7 +16,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dflash.errors import DFlashError, UsageError
-from tasks.actions import Plan, ReadGrant, escape
+from tasks.actions import MOST_PATHS, Plan, ReadGrant, escape
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.gate import EXIT_SSH_FAILED, GateSession, RequestFailed, Stat, open_session
@@ -26,9 +27,7 @@ from tasks.ssh import Connector
 from tasks.transfer import Progress, Receiver, ReceiverError, SinkClosedError, TransferError, pump, receiver_argv
 
 FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 4
-"""What one approval lets be read of one file: a checkpoint of 17 GB, and once more if the first try breaks."""
-FOLDER_BYTES, FOLDER_SESSIONS = 160 * 10**9, 16
-"""The same for a folder; not by the number of files, so that each of them asks for what all of them ask for."""
+"""What is asked for by each file: to read a checkpoint of 17 GB, and once more if the first try breaks."""
 CLOSING_SECONDS = 5.0
 
 
@@ -56,13 +55,13 @@ class RelayResult:
 
 
 def plan_relay(
-    sources: Sequence[Location], effect: str, *, with_config: bool = False, max_bytes: int | None = None
+    sources: Sequence[Location], effect: str, *, with_config: bool = False, max_bytes: int = FILE_BYTES
 ) -> Plan | None:
     """Return what must be approved before ``sources`` may be read; None when their host is not protected.
 
-    One file asks for its path; several, or one with the ``config.json`` beside it, ask for the folder they are in.
-    How large a file is cannot be known before the gate may say it, so the grant asks for ``max_bytes``.
-    Raises :class:`UsageError` when a source names no host, or when they are not on one host.
+    ``with_config`` asks for the ``config.json`` beside each as well. How large a file is cannot be known before the
+    gate may say it, so the grant asks for ``max_bytes`` for each source. The plan of several covers that of each.
+    Raises :class:`UsageError` when a source names no host, when they are not on one host, or when they are too many.
     """
     hosts = {_host(source).name: _host(source) for source in sources}
     if len(hosts) != 1:
@@ -70,16 +69,17 @@ def plan_relay(
     (host,) = hosts.values()
     if not host.protected:
         return None
-    folder = with_config or len(sources) > 1
-    place = os.path.commonpath([os.path.dirname(source.path) for source in sources]) if folder else sources[0].path
+    files = [*sources, *(_beside(source, "config.json") for source in sources if with_config)]
+    paths = tuple(dict.fromkeys(file.path for file in files))
+    if len(paths) > MOST_PATHS:
+        raise UsageError(f"{len(paths)} files are too many for one approval: name fewer, {MOST_PATHS} are the most")
     grant = ReadGrant(
         host=host.name,
         host_keys=host.fingerprints,
-        path=None if folder else place,
-        root=place if folder else None,
+        paths=paths,
         verbs=("read", "stat"),
-        sessions=FOLDER_SESSIONS if folder else FILE_SESSIONS,
-        bytes=max_bytes or (FOLDER_BYTES if folder else FILE_BYTES),
+        sessions=FILE_SESSIONS * len(sources),
+        bytes=max_bytes * len(sources),
     )
     return Plan(grant=grant, effect=effect)
 
@@ -111,12 +111,18 @@ def relay_checkpoint(
     *,
     progress: Progress | None = None,
 ) -> RelayResult:
-    """Stream a single-file checkpoint as :func:`relay` does, after the ``config.json`` beside it where there is one."""
+    """Stream a single-file checkpoint as :func:`relay` does, after the ``config.json`` beside it where there is one.
+
+    Where there is none, one that an earlier relay left beside the destination is removed: it would be believed.
+    """
     check_destination(destination)
     config, its_place = _beside(source, "config.json"), _beside(destination, "config.json")
     with open_session(connector, _host(source), approval) as session:
         if _exists(session, config):
             _relay_file(connector, session, config, its_place, None)
+        else:
+            with connector.connect(_host(its_place)) as connection:
+                connection.run(shlex.join(["rm", "-f", its_place.path]), hide=True, in_stream=False)
         return _relay_file(connector, session, source, destination, progress)
 
 
