@@ -11,7 +11,7 @@ else the machine does hits both. What is not the same:
 - scp's first byte is when its destination has a size; the connects before it count for neither.
 
 The lab lives in ``--folder``, in memory by default: a disk's speed is not the relay's. Medians; the ratio is to
-``scp -3`` as shipped. Needs root.
+``scp -3`` as shipped.
 """
 
 import argparse
@@ -72,13 +72,13 @@ class Bench:
 
     def _serve_scp(self) -> None:
         kpro6, ct129 = self.known.host("kpro6"), self.known.host("ct129")
-        etc = self.lab.host_path("kpro6", "/etc/ssh")
+        etc, seen = self.lab.host_path("kpro6", "/etc/ssh"), self.lab.seen("kpro6", "/etc/ssh")
         (etc / "scp_keys").write_text(Path(f"{ct129.identity_file}.pub").read_text())
         (etc / "scp_config").write_text(
-            f"Port {SCP_PORT}\nListenAddress {kpro6.address}\nHostKey /etc/ssh/ssh_host_ed25519_key\n"
-            "AuthorizedKeysFile /etc/ssh/scp_keys\nUsePAM no\nPidFile none\nSubsystem sftp internal-sftp\n"
+            f"Port {SCP_PORT}\nListenAddress {kpro6.address}\nHostKey {seen}/ssh_host_ed25519_key\nStrictModes no\n"
+            f"AuthorizedKeysFile {seen}/scp_keys\nUsePAM no\nPidFile {seen}/scp.pid\nSubsystem sftp internal-sftp\n"
         )
-        self.lab.exec("kpro6", ["/usr/sbin/sshd", "-f", "/etc/ssh/scp_config"], check=True)
+        self.lab.exec("kpro6", ["/usr/sbin/sshd", "-f", f"{seen}/scp_config"], check=True)
         known_hosts = self.ssh_config.with_name("known_hosts")
         known_hosts.write_text("".join(f"{host.name} {key}\n" for host in (kpro6, ct129) for key in host.host_keys))
         places = "".join(
@@ -90,10 +90,15 @@ class Bench:
             f"  UserKnownHostsFile {known_hosts}\n  StrictHostKeyChecking yes\n"
         )
 
+    def end_scp(self) -> None:
+        """End the sshd for scp, which the lab knows nothing of."""
+        pid = self.lab.host_path("kpro6", "/etc/ssh/scp.pid").read_text().strip()
+        self.lab.exec("kpro6", ["kill", pid], check=True)
+
     def relay(self) -> float:
         """Relay under an approval of its own; seconds."""
-        source = Location(self.known.host("kpro6"), SOURCE)
-        destination = Location(self.known.host("ct129"), DESTINATION)
+        source = Location(self.known.host("kpro6"), self.lab.seen("kpro6", SOURCE))
+        destination = Location(self.known.host("ct129"), self.lab.seen("ct129", DESTINATION))
         plan = plan_relay([source], "the benchmark reads it", max_bytes=2 * self.source.stat().st_size)
         assert plan is not None
         request = self.store.request(plan)
@@ -102,7 +107,8 @@ class Bench:
 
     def scp(self, *options: str) -> float:
         """Copy with ``scp -3``; seconds."""
-        argv = ["scp", "-3", "-q", "-F", str(self.ssh_config), *options, f"kpro6:{SOURCE}", f"ct129:{DESTINATION}"]
+        ends = [f"{host}:{self.lab.seen(host, path)}" for host, path in (("kpro6", SOURCE), ("ct129", DESTINATION))]
+        argv = ["scp", "-3", "-q", "-F", str(self.ssh_config), *options, *ends]
         with subprocess.Popen(argv) as running:
             begun = time.monotonic()
             while running.poll() is None and not (self.destination.exists() and self.destination.stat().st_size):
@@ -135,13 +141,14 @@ def main() -> None:
     asked = options.parse_args()
     with ExitStack() as stack:
         state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-benchmark-", dir=asked.folder)))
-        lab = Lab.up(state, isolated=True, outlive=False)
+        lab = Lab.up(state, outlive=False)
         stack.callback(lab.down)
         os.environ.update(lab.environment)
         stack.enter_context(lab.entered())
         bench = Bench(lab, state)
         print(f"writing {show_size(asked.size)} of random bytes", file=sys.stderr)
         bench.prepare(asked.size)
+        stack.callback(bench.end_scp)
         ways = {
             "relay": bench.relay,
             "scp -3 as shipped": bench.scp,
