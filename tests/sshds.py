@@ -145,6 +145,8 @@ class Operator:
             "sessions": 100,
             "bytes": 10**9,
         }
+        if "path" in changes:
+            changes["paths"] = (changes.pop("path"),)
         return ReadGrant(**(fields | changes))
 
     def approve(self, *, seconds: int = 600, **changes: Any) -> Approval:

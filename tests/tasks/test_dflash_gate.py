@@ -442,6 +442,17 @@ def test_below_a_root_files_may_grow_between_stats_but_not_between_stat_and_read
     assert talk.running.returncode == 77
 
 
+def test_each_path_of_a_grant_is_pinned_for_itself(program: Program, tree: Path) -> None:
+    step, other = tree / "step.pt", tree / "deep" / "other.pt"
+    approval = program.operator.approve(paths=(str(step), str(other)))
+    requests = [{"verb": "stat", "path": str(path)} for path in (step, other)]
+    assert program.run(approval, *requests)[0] == 0
+    other.write_bytes(b"changed")
+    assert program.run(approval, requests[0])[0] == 0
+    assert "changed while read" in program.refusal(approval, requests[1])
+    assert "was not approved" in program.refusal(approval, {"verb": "stat", "path": str(tree / "deep")})
+
+
 @pytest.mark.parametrize("place", ["path", "root"])
 def test_a_file_swapped_between_stat_and_read_is_refused(program: Program, tree: Path, place: str) -> None:
     step = tree / "step.pt"
@@ -495,7 +506,7 @@ def test_hashing_much_needs_an_approval_of_its_own(program: Program, tree: Path)
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": 0}', '{"more": 1}', '{"file": [true]}'],
+    ["", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": 0}', '{"more": 1}', '{"files": 1}'],
 )
 def test_a_corrupt_budget_serves_nothing(program: Program, tree: Path, content: str) -> None:
     approval = program.operator.approve(path=str(tree / "step.pt"))
@@ -505,7 +516,7 @@ def test_a_corrupt_budget_serves_nothing(program: Program, tree: Path, content: 
 
 def test_a_budget_that_cannot_be_written_serves_nothing(program: Program, tree: Path) -> None:
     approval = program.operator.approve(path=str(tree / "step.pt"))
-    (program.state / f"{approval.serial}-{approval.digest}.json.new").mkdir()
+    (program.state / f"{approval.serial}-{approval.digest}.json").mkdir()
     assert "nothing is served without it" in program.refusal(approval)
 
 

@@ -187,7 +187,7 @@ def test_another_server_in_place_of_the_protected_host_gets_no_certificate(
 ) -> None:
     changes = {"address": "127.124588", "port": site.ordinary.port}
     operator = site.operator(tmp_path / "other", train=changes, infer={"port": site.ordinary.second_port})
-    approval = dataclasses.replace(site.operator(tmp_path / "operator").approve(path=str(step)))
+    approval = site.operator(tmp_path / "operator").approve(path=str(step))
     before = len(site.ordinary.logged())
     with pytest.raises(HostKeyError, match=r"train .* showed the host key ssh-ed25519 SHA256:") as error:
         open_session(operator.connector, operator.train, approval)
