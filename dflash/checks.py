@@ -24,6 +24,7 @@ SLOT_LIMIT = 4.0
 FEWEST_BLOCKS = 16
 NAIVE_BLOCKS = 32
 TIE = 1e-4
+BFLOAT16_TIE = 2**-7
 BFLOAT16_SHARE = 0.99
 
 
@@ -163,8 +164,10 @@ def independent_forward(
 ) -> Check:
     """32 random blocks of the walk, drafted again by :mod:`dflash.naive` from the raw weights and config.
 
-    ``embed`` and ``head`` are the target's own [V, H] matrices. ``exact`` (float32): every token equal, up to tokens
-    whose logits differ by less than 1e-4; otherwise (bfloat16) at least 99 % of the tokens.
+    ``embed`` and ``head`` are the target's own [V, H] matrices. ``exact`` (float32): every token equal, up to ties,
+    whose logits differ by less than 1e-4. Otherwise (bfloat16): at least 99 % of the tokens, where a tie is two steps
+    of bfloat16 at the size of the slot's largest logit; without that a clean but half-trained drafter, whose logits
+    are flat, differs in 1.6 % of its tokens.
     """
     drawn = np.random.default_rng(seed).permutation(len(rounds))[:NAIVE_BLOCKS]
     by_id = {text.id: text for text in texts}
@@ -177,10 +180,8 @@ def independent_forward(
         with torch.inference_mode():
             logits = naive.draft_logits(weights, checkpoint.raw_config, embed, head, taps, text.tokens, one.anchor)
         drafted = torch.tensor(one.drafted, device=logits.device)
-        best = logits.max(dim=1).values
-        same = logits.argmax(dim=1) == drafted
-        if exact:
-            same |= best - logits.gather(1, drafted[:, None])[:, 0] < TIE
+        behind = logits.max(dim=1).values - logits.gather(1, drafted[:, None])[:, 0]
+        same = behind < TIE if exact else behind <= BFLOAT16_TIE * logits.abs().max(dim=1).values
         equal += int(same.sum())
         total += len(one.drafted)
         if not same.all() and not example:

@@ -12,6 +12,7 @@ from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.config import DrafterConfig
 from dflash.masks import layer_masks
 from dflash.metrics import judge
+from dflash.prompts import read_prompts
 from dflash.target import Target
 from tests.dflash.pairs import DRAFTER, write_drafter, write_target
 
@@ -111,15 +112,23 @@ def test_slots_of_too_few_blocks_are_not_verified():
         assert check.explanation.startswith("not verified")
 
 
-def walk(target, checkpoint):
-    """Random texts over the target's own taps, walked, and what independent-forward says about it."""
+def random_prompts():
     generator = torch.Generator().manual_seed(3)
-    texts = []
-    for place in range(3):
-        tokens = torch.randint(2, 64, (50 + 7 * place,), generator=generator)
-        taps = target.taps(tokens[None], checkpoint.config.target_layer_ids).taps[0]
-        texts.append(replay.Text(f"p{place}", tokens.tolist(), 10, taps))
-    model = build_drafter(checkpoint, device="cpu", dtype=torch.float32)
+    return [torch.randint(2, 64, (50 + 7 * place,), generator=generator).tolist() for place in range(3)]
+
+
+def walk(target, checkpoint, tokens=None, prompt_length=10):
+    """Texts over the target's own taps, random by default, walked, and what independent-forward says about it."""
+    texts = [
+        replay.Text(
+            f"p{place}",
+            text,
+            prompt_length,
+            target.taps(torch.tensor([text]), checkpoint.config.target_layer_ids).taps[0],
+        )
+        for place, text in enumerate(tokens or random_prompts())
+    ]
+    model = build_drafter(checkpoint, device="cpu", dtype=target.dtype)
     rounds = replay.replay(model, target, texts, max_blocks=None, seed=0, progress=lambda *at: None).walk
     weights = target.model.state_dict()
     return checks.independent_forward(
@@ -128,7 +137,7 @@ def walk(target, checkpoint):
         weights["lm_head.weight"],
         texts,
         rounds,
-        exact=True,
+        exact=target.dtype == torch.float32,
         seed=0,
     )
 
@@ -175,3 +184,14 @@ def test_a_fault_in_the_fast_path_is_found(pair, monkeypatch, fault):
     assert check.status == "fail"
     assert check.measured < 1.0
     assert "first in prompt p" in check.explanation
+
+
+@pytest.mark.parametrize("fault", [None, see_the_anchor, shift_block_positions, tile_kv_heads])
+def test_in_bfloat16_a_trained_drafter_passes_and_its_faults_do_not(tiny_dense, monkeypatch, fault):
+    target = Target.load(tiny_dense.target, dtype=torch.bfloat16, kernel="torch")
+    prompt = target.tokenizer(read_prompts(tiny_dense.prompts).prompts[0].prompt)["input_ids"]
+    [completion] = target.generate_greedy([prompt], 150, ignore_eos=True)
+    if fault is not None:
+        fault(monkeypatch)
+    check = walk(target, read_checkpoint(tiny_dense.drafter), [prompt + completion], len(prompt))
+    assert check.status == ("pass" if fault is None else "fail"), check.explanation

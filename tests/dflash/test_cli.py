@@ -53,7 +53,8 @@ def process(*arguments):
 def test_phases_go_to_stderr_and_the_headline_to_stdout(files, tmp_path):
     done = process(*evaluation(files, tmp_path / "report", "--ignore-eos"))
     assert done.returncode == 0, done.stderr
-    assert done.stderr.splitlines() == [
+    # A phase that takes long on a busy machine adds indented lines of progress.
+    assert [line for line in done.stderr.splitlines() if not line.startswith(" ")] == [
         "[1/5] tokenizer …",
         "[2/5] reference completions …",
         "[3/5] target and hidden states …",
