@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from dflash import checks, completions
 from dflash.checkpoints import DrafterCheckpoint, build_drafter, read_checkpoint
@@ -167,7 +168,7 @@ def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
         valid=not failed,
         invalid_because=failed,
         checkpoint=_describe(inputs.checkpoint),
-        training=TrainingInfo.model_validate(inputs.checkpoint.training) if inputs.checkpoint.training else None,
+        training=_training(inputs.checkpoint),
         target=TargetInfo.model_validate(
             {
                 "path": str(request.target),
@@ -304,6 +305,17 @@ def _describe(checkpoint: DrafterCheckpoint) -> CheckpointInfo:
         step=checkpoint.step,
         config_source=checkpoint.config_source,
     )
+
+
+def _training(checkpoint: DrafterCheckpoint) -> TrainingInfo | None:
+    """What the checkpoint says of its training; an entry of another type than the report's is left out."""
+    said = dict(checkpoint.training)
+    while said:
+        try:
+            return TrainingInfo.model_validate(said)
+        except ValidationError as error:
+            del said[str(error.errors()[0]["loc"][0])]
+    return None
 
 
 def _settings(request: Request, inputs: Inputs, device: torch.device, agreement: float) -> Settings:

@@ -164,6 +164,14 @@ def test_a_config_borrowed_from_the_reference_is_a_warning(request_of, files, mo
     assert [check.status for check in report.checks if check.name == "config-source"] == ["warn"]
 
 
+def test_what_the_checkpoint_says_of_its_training_is_in_the_report(request_of, files, monkeypatch):
+    said = {"step": 400, "loss": 1.5, "accuracy": "high", "recipe": "paper"}
+    checkpoint = replace(read_checkpoint(files / "drafter"), training=said)
+    monkeypatch.setattr(evaluate, "read_checkpoint", lambda path, **sources: checkpoint)
+    training = run(request_of()).training.model_dump(exclude_none=True)
+    assert training == {"step": 400, "loss": 1.5, "recipe": "paper"}
+
+
 def test_an_output_in_use_is_refused_before_anything_runs(request_of, tmp_path):
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "kept").write_text("mine")
