@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from dflash.errors import DFlashError, UsageError
-from flows.cli_hosts import AsJson, HostsFile, console, listing
+from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
 from tasks.actions import Plan, ReadGrant, Verb, escape
 from tasks.approvals import DEFAULT_SECONDS, ApprovalStore, Request
@@ -220,7 +220,8 @@ def _open(hosts: Path | None) -> tuple[Inventory, ApprovalStore]:
 
 
 def _place(grant: ReadGrant) -> str:
-    return escape(f"{grant.host}:{grant.path or (grant.root or '').rstrip('/') + '/**'}")
+    places = grant.paths or ((grant.root or "").rstrip("/") + "/**",)
+    return "\n".join(escape(f"{grant.host}:{place}") for place in places)
 
 
 def _seconds(request: Request, valid: str | None, until: str | None) -> int:

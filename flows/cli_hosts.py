@@ -1,21 +1,14 @@
 """``dflash-ops hosts``: what the inventory knows. Nothing here connects anywhere."""
 
 import json
-from pathlib import Path
-from typing import Annotated
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
+from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
 from tasks.inventory import Host
 from tasks.quantities import show_rate
-
-HostsFile = Annotated[Path | None, typer.Option("--hosts", help="hosts.yaml; else $DFLASH_HOSTS, else ./hosts.yaml")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 hosts_app = typer.Typer(no_args_is_help=True, help="The machines in hosts.yaml.")
 
@@ -39,21 +32,6 @@ def list_hosts(hosts: HostsFile = None, as_json: AsJson = False) -> None:
         limits = f"protected, {show_rate(host.read_limit)}" if host.protected else "none"
         table.add_row(*map(Text, (names, host.role, addresses, host.user, str(len(host.all_host_keys)), limits)))
     console().print(table)
-
-
-def console() -> Console:
-    """A console for tables: 80 columns at most, numbers not coloured."""
-    terminal = Console(highlight=False)
-    terminal.width = min(terminal.width, 80)
-    return terminal
-
-
-def listing(*columns: str, folded: str) -> Table:
-    """A table that shortens nothing: the column ``folded`` gets what width the others leave and breaks its lines."""
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold", no_wrap=column != folded)
-    return table
 
 
 def _row(host: Host) -> dict[str, object]:

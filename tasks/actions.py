@@ -24,6 +24,7 @@ from tasks.quantities import show_rate, show_size
 Verb = Literal["stat", "list", "read", "hash"]
 
 LARGEST = 2**63 - 1
+MOST_PATHS = 32
 
 
 class PathError(UsageError, ValueError):
@@ -80,11 +81,15 @@ def _verbs(verbs: tuple[Verb, ...]) -> tuple[Verb, ...]:
     return tuple(sorted(set(verbs)))
 
 
+def _sorted(paths: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(sorted(set(paths)))
+
+
 AbsolutePath = Annotated[str, AfterValidator(normalise_path)]
 
 
 class ReadGrant(BaseModel):
-    """The right to observe one file (``path``) or one tree (``root``) on ``host``, within budgets.
+    """The right to observe certain files (``paths``) or one tree (``root``) on ``host``, within budgets.
 
     The deadline is not here but in the certificate: it counts from the decision, not from the request.
     """
@@ -95,7 +100,7 @@ class ReadGrant(BaseModel):
     host: str
     host_keys: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_fingerprints)]
     """SHA256 fingerprints of every key the host may show: this is who the host is."""
-    path: AbsolutePath | None = None
+    paths: Annotated[tuple[AbsolutePath, ...], Field(max_length=MOST_PATHS), AfterValidator(_sorted)] = ()
     root: AbsolutePath | None = None
     verbs: Annotated[tuple[Verb, ...], Field(min_length=1), AfterValidator(_verbs)]
     sessions: int = Field(ge=1, le=LARGEST)
@@ -105,8 +110,8 @@ class ReadGrant(BaseModel):
 
     @model_validator(mode="after")
     def _one_place(self) -> Self:
-        if (self.path is None) == (self.root is None):
-            raise ValueError("a read grant names either a path or a root, not both and not neither")
+        if bool(self.paths) == (self.root is not None):
+            raise ValueError("a read grant names either paths or a root, not both and not neither")
         return self
 
     def canonical(self) -> builtins.bytes:
@@ -130,9 +135,10 @@ class ReadGrant(BaseModel):
 
 def _inside(outer: ReadGrant, inner: ReadGrant) -> bool:
     if outer.root is None:
-        return outer.path == inner.path
-    place = inner.path or inner.root or ""
-    return place == outer.root or place.startswith(outer.root.rstrip("/") + "/")
+        return inner.root is None and set(inner.paths) <= set(outer.paths)
+    places = inner.paths or (inner.root,)
+    below = outer.root.rstrip("/") + "/"
+    return all(f"{place}/".startswith(below) for place in places)
 
 
 class Plan(BaseModel):
@@ -158,7 +164,7 @@ class Plan(BaseModel):
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
         rows = [("host", grant.host), *(("host key", key) for key in grant.host_keys)]
-        rows.append(("path", grant.path) if grant.path is not None else ("tree", grant.root or ""))
+        rows += [("path", path) for path in grant.paths] or [("tree", grant.root or "")]
         rows += [
             ("may", ", ".join(grant.verbs)),
             ("sessions", str(grant.sessions)),

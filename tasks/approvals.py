@@ -74,7 +74,7 @@ class Approval:
 
     id: str
     grant: ReadGrant
-    """What was approved: its canonical form goes to the gate. A standing grant may be wider than what was asked."""
+    """What was approved: its canonical form goes to the gate. It may be wider than what was asked."""
     standing: bool
     serial: int
     not_after: int
@@ -113,15 +113,14 @@ class ApprovalStore:
         )
 
     def find(self, plan: Plan) -> Approval | None:
-        """An unexpired approval of exactly ``plan``, else a standing one that covers it, else None."""
+        """An unexpired approval of exactly ``plan``, else one that covers it, else None."""
         self._check_host(plan)
         self._audit.check_clock()
         digest = plan.digest()
         fitting = [
             request
             for request in self.requests()
-            if request.status == "approved"
-            and (request.digest == digest or (request.standing and request.plan.grant.covers(plan.grant)))
+            if request.status == "approved" and request.plan.grant.covers(plan.grant)
         ]
         approvals = [approval for request in fitting if (approval := self._in_force(request)) is not None]
         return max(approvals, key=lambda approval: (approval.digest == digest, approval.not_after), default=None)

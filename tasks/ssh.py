@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import fabric  # noqa: TID251 - the module for it
 import paramiko  # noqa: TID251 - the module for it
@@ -24,6 +24,7 @@ from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
+from tasks.inventory import load as load_inventory
 from tasks.process import Popen, Stream, last_line
 from tasks.routes import (
     CONNECT_SECONDS,
@@ -64,6 +65,12 @@ class Connector:
         self.store = store
         self.audit = audit
         self._folder = tempfile.TemporaryDirectory(prefix="dflash-ssh-")
+
+    @classmethod
+    def load(cls, hosts: Path | None = None) -> Self:
+        """The connector of ``hosts`` (a hosts.yaml, see :func:`tasks.inventory.load`) and this machine's state."""
+        inventory, audit = load_inventory(hosts), Audit()
+        return cls(inventory, ApprovalStore(inventory, audit), audit)
 
     def connect(self, host: Host) -> fabric.Connection:
         """An open fabric connection to an unprotected ``host``, logged in with its one key.

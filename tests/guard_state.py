@@ -88,7 +88,7 @@ hosts:
         grant = ReadGrant(
             host="kpro6",
             host_keys=self.inventory.host("kpro6").fingerprints,
-            path=path,
+            paths=() if path is None else (path,),
             root=root,
             verbs=("stat", "read"),
             sessions=2,

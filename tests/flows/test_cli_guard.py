@@ -73,7 +73,7 @@ def test_requests_as_json(guard: GuardState) -> None:
     request = guard.store.request(guard.plan())
     (entry,) = json.loads(done("guard", "requests", "--json"))
     assert (entry["id"], entry["status"], entry["digest"]) == (request.id, "pending", guard.plan().digest())
-    assert entry["plan"]["grant"]["path"] == CHECKPOINT
+    assert entry["plan"]["grant"]["paths"] == [CHECKPOINT]
 
 
 def test_a_hostile_path_is_shown_escaped(guard: GuardState) -> None:

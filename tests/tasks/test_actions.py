@@ -20,11 +20,11 @@ paths = st.lists(components, max_size=4).map(lambda parts: "/" + "/".join(parts)
 
 @st.composite
 def grants(draw: st.DrawFn) -> dict[str, Any]:
-    place = draw(st.sampled_from(["path", "root"]))
+    place = draw(st.sampled_from(["paths", "root"]))
     return {
         "host": draw(st.sampled_from(["kpro6", "other"])),
         "host_keys": tuple(draw(st.lists(st.sampled_from(KEYS), min_size=1, max_size=3))),
-        place: draw(paths),
+        place: tuple(draw(st.lists(paths, min_size=1, max_size=3))) if place == "paths" else draw(paths),
         "verbs": tuple(draw(st.lists(st.sampled_from(["stat", "list", "read", "hash"]), min_size=1))),
         "sessions": draw(st.integers(1, 2**63 - 1)),
         "bytes": draw(st.integers(0, 2**63 - 1)),
@@ -48,8 +48,9 @@ def test_any_changed_field_changes_the_digest(one: dict[str, Any], other: dict[s
 
 
 @given(grants())
-def test_path_and_root_are_different_rights(fields: dict[str, Any]) -> None:
-    swapped = {{"path": "root", "root": "path"}.get(name, name): value for name, value in fields.items()}
+def test_paths_and_root_are_different_rights(fields: dict[str, Any]) -> None:
+    place = {"root": fields["paths"][0]} if "paths" in fields else {"paths": (fields["root"],)}
+    swapped = {name: value for name, value in fields.items() if name not in ("paths", "root")} | place
     assert ReadGrant(**swapped).digest() != ReadGrant(**fields).digest()
 
 
@@ -63,19 +64,20 @@ def test_canonical_form_is_one_ascii_line_and_the_whole_grant(fields: dict[str, 
     assert ReadGrant.model_validate_json(line) == grant
 
 
-@given(grants(), st.sampled_from(["NFC", "NFD"]))
-def test_unicode_forms_of_one_path_are_one_grant(fields: dict[str, Any], form: Any) -> None:
-    place = "path" if "path" in fields else "root"
+@given(grants(), paths, st.sampled_from(["NFC", "NFD"]))
+def test_unicode_forms_of_one_path_are_one_grant(fields: dict[str, Any], path: str, form: Any) -> None:
     # only canonically equivalent forms: some characters never compose back
-    assume(unicodedata.normalize("NFC", unicodedata.normalize(form, fields[place])) == normalise_path(fields[place]))
-    spelt = fields | {place: unicodedata.normalize(form, fields[place])}
-    assert ReadGrant(**spelt).digest() == ReadGrant(**fields).digest()
+    assume(unicodedata.normalize("NFC", unicodedata.normalize(form, path)) == normalise_path(path))
+    others = {name: value for name, value in fields.items() if name not in ("paths", "root")}
+    for place, spelt in (("root", lambda text: text), ("paths", lambda text: (text,))):
+        grant = ReadGrant(**others, **{place: spelt(path)})
+        assert ReadGrant(**others, **{place: spelt(unicodedata.normalize(form, path))}).digest() == grant.digest()
 
 
 @given(grants(), st.randoms())
-def test_order_and_repetition_of_verbs_and_keys_do_not_matter(fields: dict[str, Any], random: Any) -> None:
+def test_order_and_repetition_do_not_matter(fields: dict[str, Any], random: Any) -> None:
     shuffled = dict(fields)
-    for name in ("verbs", "host_keys"):
+    for name in {"verbs", "host_keys", "paths"} & fields.keys():
         values = list(fields[name]) * 2
         random.shuffle(values)
         shuffled[name] = tuple(values)
@@ -83,9 +85,11 @@ def test_order_and_repetition_of_verbs_and_keys_do_not_matter(fields: dict[str, 
 
 
 def test_digest_is_the_sha256_of_the_json_written_by_hand() -> None:
-    grant = ReadGrant(host="kpro6", host_keys=KEYS[:1], path="/ä", verbs=("stat", "read"), sessions=2, bytes=5, rate=7)
+    grant = ReadGrant(
+        host="kpro6", host_keys=KEYS[:1], paths=("/ä",), verbs=("stat", "read"), sessions=2, bytes=5, rate=7
+    )
     line = (
-        '{"bytes":5,"host":"kpro6","host_keys":["' + KEYS[0] + '"],"kind":"read-grant","path":"/\\u00e4","rate":7,'
+        '{"bytes":5,"host":"kpro6","host_keys":["' + KEYS[0] + '"],"kind":"read-grant","paths":["/\\u00e4"],"rate":7,'
         '"root":null,"sessions":2,"verbs":["read","stat"]}'
     )
     assert grant.canonical().decode() == line
@@ -95,7 +99,7 @@ def test_digest_is_the_sha256_of_the_json_written_by_hand() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"path": None},
+        {"paths": ()},
         {"root": "/r"},
         {"verbs": ()},
         {"verbs": ("write",)},
@@ -106,19 +110,19 @@ def test_digest_is_the_sha256_of_the_json_written_by_hand() -> None:
         {"rate": 2**63},
         {"host_keys": ()},
         {"host_keys": ("MD5:ab",)},
-        {"path": "relative"},
+        {"paths": ("relative",)},
         {"colour": "red"},
     ],
 )
 def test_a_grant_outside_the_closed_form_is_not_made(change: dict[str, Any]) -> None:
-    fields = {"host": "kpro6", "host_keys": KEYS, "path": "/p", "verbs": ("read",), "sessions": 1, "bytes": 1}
+    fields = {"host": "kpro6", "host_keys": KEYS, "paths": ("/p",), "verbs": ("read",), "sessions": 1, "bytes": 1}
     ReadGrant(**fields)
     with pytest.raises(ValidationError):
         ReadGrant(**(fields | change))
 
 
 def test_a_grant_cannot_be_changed() -> None:
-    grant = ReadGrant(host="kpro6", host_keys=KEYS, path="/p", verbs=("read",), sessions=1, bytes=1)
+    grant = ReadGrant(host="kpro6", host_keys=KEYS, paths=("/p",), verbs=("read",), sessions=1, bytes=1)
     with pytest.raises(ValidationError):
         grant.bytes = 2  # type: ignore[misc]
 
@@ -172,17 +176,17 @@ def test_escape(text: str, shown: str) -> None:
 @pytest.mark.parametrize(
     ("change", "covered"),
     [
-        ({"path": "/r/a"}, True),
+        ({"paths": ("/r/a",)}, True),
         ({"root": "/r"}, True),
         ({"root": "/r/deep"}, True),
-        ({"path": "/root"}, False),
+        ({"paths": ("/root",)}, False),
         ({"root": "/"}, False),
-        ({"path": "/r/a", "host": "other"}, False),
-        ({"path": "/r/a", "host_keys": KEYS[:1]}, False),
-        ({"path": "/r/a", "verbs": ("read", "list")}, False),
-        ({"path": "/r/a", "sessions": 6}, False),
-        ({"path": "/r/a", "bytes": 101}, False),
-        ({"path": "/r/a", "rate": 10**9}, True),
+        ({"paths": ("/r/a",), "host": "other"}, False),
+        ({"paths": ("/r/a",), "host_keys": KEYS[:1]}, False),
+        ({"paths": ("/r/a",), "verbs": ("read", "list")}, False),
+        ({"paths": ("/r/a",), "sessions": 6}, False),
+        ({"paths": ("/r/a",), "bytes": 101}, False),
+        ({"paths": ("/r/a",), "rate": 10**9}, True),
     ],
 )
 def test_a_tree_covers_what_lies_below_it_within_its_budgets(change: dict[str, Any], covered: bool) -> None:
@@ -190,17 +194,19 @@ def test_a_tree_covers_what_lies_below_it_within_its_budgets(change: dict[str, A
     assert ReadGrant(**fields, root="/r").covers(ReadGrant(**(fields | change))) is covered
 
 
-def test_a_file_covers_itself_only() -> None:
+def test_files_cover_themselves_only() -> None:
     fields = {"host": "kpro6", "host_keys": KEYS, "verbs": ("read",), "sessions": 1, "bytes": 1}
-    grant = ReadGrant(**fields, path="/r/a")
+    grant = ReadGrant(**fields, paths=("/r/a",))
     assert grant.covers(grant)
-    assert not grant.covers(ReadGrant(**fields, path="/r/a/b"))
+    assert ReadGrant(**fields, paths=("/r/a", "/r/b")).covers(grant)
+    assert not grant.covers(ReadGrant(**fields, paths=("/r/a", "/r/b")))
+    assert not grant.covers(ReadGrant(**fields, paths=("/r/a/b",)))
     assert not grant.covers(ReadGrant(**fields, root="/r/a"))
 
 
 def test_a_plan_shows_everything_escaped_within_80_columns() -> None:
     path = "/checkpoints/" + "deep/" * 40 + "[red]evil\u202etp.400_pets"
-    grant = ReadGrant(host="kpro6", host_keys=KEYS, path=path, verbs=("read",), sessions=3, bytes=17_200_000_000)
+    grant = ReadGrant(host="kpro6", host_keys=KEYS, paths=(path,), verbs=("read",), sessions=3, bytes=17_200_000_000)
     console = Console(file=io.StringIO(), width=200)
     Plan(grant=grant, effect="read\x07 it").render(console)
     shown = console.file.getvalue()  # type: ignore[attr-defined]
@@ -211,6 +217,6 @@ def test_a_plan_shows_everything_escaped_within_80_columns() -> None:
 
 
 def test_the_effect_is_not_part_of_the_digest() -> None:
-    grant = ReadGrant(host="kpro6", host_keys=KEYS, path="/p", verbs=("read",), sessions=1, bytes=1)
+    grant = ReadGrant(host="kpro6", host_keys=KEYS, paths=("/p",), verbs=("read",), sessions=1, bytes=1)
     assert Plan(grant=grant, effect="a").digest() == Plan(grant=grant, effect="b").digest() == grant.digest()
     assert json.loads(grant.canonical()).keys() == ReadGrant.model_fields.keys()

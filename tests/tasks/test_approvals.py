@@ -82,12 +82,12 @@ def test_another_plan_is_not_approved(guard: GuardState, store: ApprovalStore, c
         store.require(other)
 
 
-def test_an_approved_tree_that_is_not_standing_covers_nothing_but_itself(
-    guard: GuardState, store: ApprovalStore
-) -> None:
+def test_an_approval_covers_what_lies_within_it_and_nothing_wider(guard: GuardState, store: ApprovalStore) -> None:
     approve(guard, guard.plan(None, root=TREE))
     assert store.find(guard.plan(None, root=TREE)) is not None
-    assert store.find(guard.plan()) is None
+    assert store.find(guard.plan()) is not None
+    assert store.find(guard.plan(size=guard.plan().grant.bytes + 1)) is None
+    assert store.find(guard.plan(None, root="/")) is None
 
 
 def test_a_changed_host_key_voids_plan_and_approval(guard: GuardState, store: ApprovalStore) -> None:

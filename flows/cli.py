@@ -1,0 +1,27 @@
+"""The ``dflash-ops`` command, for the operator's machine."""
+
+import typer
+
+from dflash.errors import run_cli
+from flows import cli_guard, cli_hosts, cli_lab
+from flows.cli_evaluate import evaluate
+from flows.cli_relay import relay
+from flows.demo import demo
+
+app = typer.Typer(
+    help="Move checkpoints to where they can be measured, and measure them; never disturb the training host.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.add_typer(cli_lab.app, name="lab")
+app.add_typer(cli_hosts.hosts_app, name="hosts")
+app.command()(relay)
+app.command()(evaluate)
+app.add_typer(cli_guard.app, name="guard")
+app.add_typer(cli_guard.audit_app, name="audit")
+
+
+def main() -> None:
+    """Entry point of the ``dflash-ops`` command."""
+    run_cli(app)

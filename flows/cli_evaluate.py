@@ -1,0 +1,97 @@
+"""``dflash-ops evaluate``: checkpoints are relayed, measured on an inference host, and their reports brought home."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from dflash.errors import NotValidError, UsageError
+from dflash.prompts import default_prompts
+from flows.prefect_home import configure_prefect
+from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, show_plan
+from tasks.actions import escape
+from tasks.evaluation import Suite, inference_host, plan_evaluation
+from tasks.inventory import Host, Location
+from tasks.ssh import Connector
+from tasks.state import state_dir
+
+if TYPE_CHECKING:
+    from flows.evaluate_checkpoint import Evaluation
+
+
+def evaluate(
+    checkpoints: Annotated[list[str], typer.Argument(metavar="HOST:PATH…", help="Checkpoints, asked for in one plan.")],
+    on: Annotated[str | None, typer.Option(help="Inference host; needed when hosts.yaml has several.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; the shipped coding10 by default.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 256,
+    num_prompts: Annotated[int | None, typer.Option(min=1, help="Take the first N prompts.")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on behind the end of sequence.")] = False,
+    thinking: Annotated[str | None, typer.Option(help="on or off; needed when prompts are chats.")] = None,
+    reports: Annotated[Path | None, typer.Option(help="Where reports go; else the state folder's reports/.")] = None,
+    plan: PlanOnly = False,
+    hosts: HostsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure checkpoints on the inference host; exit code 3 when a check says a number must not be believed."""
+    if thinking not in (None, "on", "off"):
+        raise UsageError(f"--thinking {escape(str(thinking))!r} is neither on nor off")
+    connector = Connector.load(hosts)
+    host = inference_host(connector.inventory, on)
+    sources = [connector.inventory.location(checkpoint) for checkpoint in checkpoints]
+    needed = plan_evaluation(sources, host)
+    if plan:
+        show_plan(connector.store, needed, f"{', '.join(checkpoints)} to {host.name}", as_json=as_json)
+        return
+    suite = Suite(
+        prompts=prompts or default_prompts(),
+        max_new_tokens=max_new_tokens,
+        num_prompts=num_prompts,
+        ignore_eos=ignore_eos,
+        thinking=thinking,
+    )
+    if needed is not None:
+        connector.store.require(needed)
+    done = run_evaluations(sources, host, suite, reports or state_dir() / "reports", hosts)
+    if as_json:
+        typer.echo(json.dumps([{"folder": str(one.folder), **json.loads(one.report.to_json())} for one in done]))
+    else:
+        show_evaluations(done)
+    if not all(one.report.valid for one in done):
+        raise typer.Exit(NotValidError.exit_code)
+
+
+def run_evaluations(
+    sources: Sequence[Location], host: Host, suite: Suite, reports: Path, hosts: Path | None
+) -> "list[Evaluation]":
+    """Run the flow once for every source, one after the other."""
+    configure_prefect()
+    from flows.evaluate_checkpoint import evaluate_checkpoint
+
+    return [evaluate_checkpoint(str(source), host.name, suite, reports, hosts) for source in sources]
+
+
+def show_evaluations(done: "Sequence[Evaluation]") -> None:
+    """Print step → τ with its interval beside the reference drafter's, and which numbers must not be believed."""
+    table = listing("step", "τ", "95 %", "reference τ", "difference", "95 %", "report", folded="report")
+    for report, folder in ((one.report, one.folder) for one in done):
+        step = "–" if report.checkpoint.step is None else str(report.checkpoint.step)
+        if not report.valid:
+            table.add_row(step, "not valid", "", "", "", "", f"{', '.join(report.invalid_because)}: {folder.name}")
+            continue
+        reference, compared = report.reference_metrics, report.comparison
+        table.add_row(
+            step,
+            f"{report.metrics.tau.pooled:.3f}",
+            _interval(report.metrics.tau.ci95),
+            "–" if reference is None else f"{reference.tau.pooled:.3f}",
+            "–" if compared is None else f"{compared.difference:+.3f}",
+            "–" if compared is None else _interval(compared.ci95),
+            folder.name,
+        )
+    console().print(table)
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    return "–" if ends is None else f"{ends[0]:.2f} … {ends[1]:.2f}"

@@ -1,0 +1,94 @@
+"""What the commands share at the terminal: options, tables, progress, plans."""
+
+import json
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape as escape_markup
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from tasks.actions import Plan, escape
+from tasks.approvals import ApprovalStore
+from tasks.audit import show_time
+from tasks.quantities import show_duration, show_rate, show_size
+from tasks.transfer import Progress as Report
+
+PLAIN_AFTER_SECONDS = 2.0
+PLAIN_EVERY_SECONDS = 5.0
+
+HostsFile = Annotated[Path | None, typer.Option("--hosts", help="hosts.yaml; else $DFLASH_HOSTS, else ./hosts.yaml")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; touch nothing.")]
+
+
+def console() -> Console:
+    """A console for tables: 80 columns at most, numbers not coloured."""
+    terminal = Console(highlight=False)
+    terminal.width = min(terminal.width, 80)
+    return terminal
+
+
+def listing(*columns: str, folded: str) -> Table:
+    """A table that shortens nothing: the column ``folded`` gets what width the others leave and breaks its lines."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold", no_wrap=column != folded)
+    return table
+
+
+def show_plan(store: ApprovalStore, plan: Plan | None, way: str, *, as_json: bool) -> None:
+    """Print what ``plan`` asks for and whether it is approved; None needs no approval."""
+    approval = None if plan is None else store.find(plan)
+    if as_json:
+        grant = None if plan is None else plan.grant.model_dump(mode="json")
+        typer.echo(json.dumps({"grant": grant, "approval": None if approval is None else approval.id}))
+    elif plan is None:
+        typer.echo(f"{escape(way)}: neither host is protected, so nothing needs an approval")
+    else:
+        plan.render(console())
+        if approval is None:
+            typer.echo("not approved: it would be refused and leave a request")
+        else:
+            typer.echo(f"approved: {approval.id}, until {show_time(approval.not_after)}")
+
+
+@contextmanager
+def shown_progress(what: str) -> Iterator[Report]:
+    """Show a transfer on stderr: a bar with rate and time left at a terminal, else a line now and then."""
+    if not sys.stderr.isatty():
+        yield _PlainProgress(escape(what))
+        return
+    columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    title = TextColumn(escape_markup(escape(what)))
+    with Progress(title, BarColumn(), *columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+class _PlainProgress:
+    """One line after two seconds and then every five, for logs and pipes."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._begun: float | None = None
+        self._due = 0.0
+
+    def __call__(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if self._begun is None:
+            self._begun, self._due = now, now + PLAIN_AFTER_SECONDS
+        if now < self._due:
+            return
+        self._due = now + PLAIN_EVERY_SECONDS
+        rate = done / (now - self._begun)
+        left = show_duration((total - done) / rate) if done else "unknown time"
+        line = f"{self._what}: {show_size(done)} of {show_size(total)}, {show_rate(round(rate))}, {left} left"
+        print(line, file=sys.stderr, flush=True)
