@@ -98,9 +98,7 @@ class Part:
         free = room.f_bavail * room.f_frsize
         # Asked first, because a file system may fill itself up before it finds that it cannot.
         if self.size > free:
-            raise ReceiveError(
-                f"no room for {self.path!r}: {self.size} bytes needed, {free} free there: make room"
-            )
+            raise ReceiveError(f"no room for {self.path!r}: {self.size} bytes needed, {free} free there: make room")
         if self.size:
             os.posix_fallocate(self.fd, 0, self.size)
 
