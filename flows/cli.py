@@ -25,3 +25,7 @@ app.add_typer(cli_guard.audit_app, name="audit")
 def main() -> None:
     """Entry point of the ``dflash-ops`` command."""
     run_cli(app)
+
+
+if __name__ == "__main__":
+    main()

@@ -73,12 +73,12 @@ def run_evaluations(
 
 
 def show_evaluations(done: "Sequence[Evaluation]") -> None:
-    """Print step → τ with its interval beside the reference drafter's, and which numbers must not be believed."""
-    table = listing("step", "τ", "95 %", "reference τ", "difference", "95 %", "report", folded="report")
-    for report, folder in ((one.report, one.folder) for one in done):
+    """Print step → τ with its interval beside the reference drafter's, which numbers not to believe, and the reports."""
+    table = listing("step", "τ", "95 %", "reference τ", "difference", "95 %", "rounds", folded="τ")
+    for report in (one.report for one in done):
         step = "–" if report.checkpoint.step is None else str(report.checkpoint.step)
         if not report.valid:
-            table.add_row(step, "not valid", "", "", "", "", f"{', '.join(report.invalid_because)}: {folder.name}")
+            table.add_row(step, report.headline())
             continue
         reference, compared = report.reference_metrics, report.comparison
         table.add_row(
@@ -88,9 +88,11 @@ def show_evaluations(done: "Sequence[Evaluation]") -> None:
             "–" if reference is None else f"{reference.tau.pooled:.3f}",
             "–" if compared is None else f"{compared.difference:+.3f}",
             "–" if compared is None else _interval(compared.ci95),
-            folder.name,
+            str(report.metrics.rounds),
         )
     console().print(table)
+    for one in done:
+        typer.echo(f"{one.folder / 'report.md'}")
 
 
 def _interval(ends: tuple[float, float] | None) -> str:

@@ -75,7 +75,6 @@ def _evaluate(lab: Lab, reports: Path) -> None:
     _say("relay, evaluate on ct129, fetch the report: one Prefect flow run a checkpoint")
     done = run_evaluations(sources, host, SUITE, reports, lab.hosts_file)
     show_evaluations(done)
-    print(f"reports: {reports}")
 
 
 def _refused(connector: Connector, plan: Plan) -> str:
