@@ -73,8 +73,11 @@ def run_evaluations(
 
 
 def show_evaluations(done: "Sequence[Evaluation]") -> None:
-    """Print step → τ with its interval beside the reference drafter's, which numbers not to believe, and the reports."""
-    table = listing("step", "τ", "95 %", "reference τ", "difference", "95 %", "rounds", folded="τ")
+    """Print step → τ with its interval beside the reference drafter's, which numbers not to believe, and the reports.
+
+    The last two columns are the top-1 streak (drafts only) as measured, and as the training logged it.
+    """
+    table = listing("step", "τ", "95 %", "ref. τ", "differs by", "95 %", "streak", "logged", folded="τ")
     for report in (one.report for one in done):
         step = "–" if report.checkpoint.step is None else str(report.checkpoint.step)
         if not report.valid:
@@ -88,7 +91,8 @@ def show_evaluations(done: "Sequence[Evaluation]") -> None:
             "–" if reference is None else f"{reference.tau.pooled:.3f}",
             "–" if compared is None else f"{compared.difference:+.3f}",
             "–" if compared is None else _interval(compared.ci95),
-            str(report.metrics.rounds),
+            f"{report.metrics.streak['1']:.2f}",
+            "–" if report.training is None or report.training.streak1 is None else f"{report.training.streak1:.2f}",
         )
     console().print(table)
     for one in done:
