@@ -13,7 +13,7 @@ from rich.text import Text
 from dflash.errors import DFlashError, UsageError
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
-from tasks.actions import Plan, ReadGrant, Verb, escape
+from tasks.actions import LARGEST, Plan, ReadGrant, Verb, escape
 from tasks.approvals import DEFAULT_SECONDS, ApprovalStore, Request
 from tasks.audit import Audit, show_time
 from tasks.errors import Refused
@@ -141,7 +141,7 @@ def standing(context: typer.Context, hosts: HostsFile = None, as_json: AsJson = 
 @standing_app.command("request")
 def request_standing(
     root: Annotated[str, typer.Argument(metavar="HOST:ROOT", help="The tree to watch.")],
-    sessions: Annotated[int, typer.Option(min=1, help="Sessions it may open in all.")],
+    sessions: Annotated[int, typer.Option(min=1, max=LARGEST, help="Sessions it may open in all.")],
     size_in_all: Annotated[str, typer.Option("--bytes", help="Bytes it may read in all, as in 2TB.")],
     verbs: Annotated[str, typer.Option(help="What it may do there.")] = "stat,list,read,hash",
     speed: Annotated[str | None, typer.Option("--rate", help="As in 50MB/s; else the host's read_limit.")] = None,
@@ -234,10 +234,9 @@ def _seconds(request: Request, valid: str | None, until: str | None) -> int:
             raise UsageError("a standing approval needs an end; give --valid 30d or --until 2027-01-31")
         return DEFAULT_SECONDS
     try:
-        end = datetime.fromisoformat(until)
-    except ValueError:
+        seconds = int(datetime.fromisoformat(until).timestamp() - time.time())
+    except (ValueError, OverflowError):
         raise UsageError(f"--until {until!r} is not a date; write it as 2027-01-31 or 2027-01-31T06:00") from None
-    seconds = int(end.timestamp() - time.time())
     if seconds < 1:
         raise UsageError(f"--until {until} is over; name a time to come")
     return seconds

@@ -25,6 +25,9 @@ Verb = Literal["stat", "list", "read", "hash"]
 
 LARGEST = 2**63 - 1
 MOST_PATHS = 32
+LONGEST_PATH = 4095
+"""Bytes; Linux opens no longer one."""
+LONGEST_SAYING = 500
 
 
 class PathError(UsageError, ValueError):
@@ -43,6 +46,12 @@ def normalise_path(text: str) -> str:
         raise PathError(f"path '{escape(path)}' is not absolute; start it with /")
     if ".." in path.split("/"):
         raise PathError(f"path '{escape(path)}' holds '..'; write the path it means")
+    try:
+        length = len(path.encode("utf-8"))
+    except UnicodeEncodeError:
+        raise PathError(f"path '{escape(path)}' is not UTF-8; rename the file, or a folder above it") from None
+    if length > LONGEST_PATH:
+        raise PathError(f"path '{escape(path[:40])}…' has {length} bytes; the longest is {LONGEST_PATH}")
     return "/" + posixpath.normpath(path).lstrip("/")
 
 
@@ -54,6 +63,11 @@ def escape(text: str) -> str:
     never look alike because of them.
     """
     return "".join(_escaped(character) if _deceives(character) else character for character in text)
+
+
+def said(text: str) -> str:
+    """What a host says, fit for one line of ours: escaped, and not more than its first 500 characters."""
+    return escape(text) if len(text) <= LONGEST_SAYING else escape(text[:LONGEST_SAYING]) + "…"
 
 
 def _deceives(character: str) -> bool:

@@ -8,7 +8,9 @@ import ipaddress
 import json
 import os
 import re
+import socket
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -22,6 +24,7 @@ from tasks.actions import PathError, escape, normalise_path
 from tasks.quantities import rate
 
 KeyPath = tuple[str | int, ...]
+TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
 
 
 class InventoryError(UsageError):
@@ -38,9 +41,33 @@ class LocationError(UsageError):
 
 def _word(text: str) -> str:
     # a leading dash would read as an option of ssh, a space as a second argument
-    if not re.fullmatch(r"[A-Za-z0-9_:][A-Za-z0-9_.:%-]*", text):
+    if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*", text):
         raise ValueError(f"{text!r} is not a name or an address; letters, digits and . _ - only")
     return text
+
+
+def _one_address(text: str) -> str:
+    """A host name, or an IP address in the one form in which two spellings of it can be compared."""
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        _word(text)
+        with suppress(OSError):
+            meant = socket.inet_ntoa(socket.inet_aton(text))
+            raise ValueError(f"{text!r} is an unusual spelling of an address; write {meant}") from None
+        return text
+    if not re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?", text):
+        raise ValueError(f"{text!r} has an odd zone; write it as in fe80::1%eth0")
+    return text
+
+
+def _local_path(path: Path) -> Path:
+    if not str(path).isprintable():
+        raise ValueError(f"{str(path)!r} holds a character that cannot be printed")
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        raise ValueError(f"{str(path)!r}: there is no such user; write the whole path") from None
 
 
 def _host_name(text: str) -> str:
@@ -65,10 +92,11 @@ def _rate(value: object) -> int:
 
 HostName = Annotated[str, AfterValidator(_host_name)]
 Word = Annotated[str, AfterValidator(_word)]
+Address = Annotated[str, AfterValidator(_one_address)]
 Network = Annotated[str, AfterValidator(_network)]
 PublicKey = Annotated[str, AfterValidator(public_keys.normalise)]
 RemotePath = Annotated[str, AfterValidator(normalise_path)]
-LocalPath = Annotated[Path, AfterValidator(Path.expanduser)]
+LocalPath = Annotated[Path, AfterValidator(_local_path)]
 Rate = Annotated[int, BeforeValidator(_rate)]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -94,7 +122,7 @@ class Alias(Section):
     """Another name of a host, or another sshd on it with an address and keys of its own."""
 
     name: HostName
-    address: Word | None = None
+    address: Address | None = None
     port: Port = 22
     host_keys: tuple[PublicKey, ...] = ()
 
@@ -121,7 +149,7 @@ class Host(Section):
 
     name: HostName
     role: Literal["training", "inference"]
-    address: Word
+    address: Address
     aliases: tuple[Alias, ...] = ()
     port: Port = 22
     user: Word
@@ -260,7 +288,7 @@ class _Where:
     def error(self, key: KeyPath, message: str) -> InventoryError:
         known = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in self.lines), None)
         line = f":{self.lines[known]}" if known is not None else ""
-        return InventoryError(f"{self.source}{line}: {_dotted(key)}: {message}")
+        return InventoryError(f"{self.source}{line}: {escape(_dotted(key))}: {message}")
 
 
 def _dotted(key: KeyPath) -> str:
@@ -282,6 +310,8 @@ def _read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
         raise InventoryError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise InventoryError(f"{source}: a YAML anchor contains itself; write the values out") from None
+    except (ValueError, AttributeError):
+        raise InventoryError(f"{source}: not YAML: a tagged value, a date or a number cannot be read") from None
 
 
 def _lines(node: yaml.Node, key: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:
@@ -292,9 +322,11 @@ def _lines(node: yaml.Node, key: KeyPath, source: str) -> Iterator[tuple[KeyPath
         for name, value in node.value:
             word, line = str(name.value), name.start_mark.line + 1
             inner = (*key, word)
+            if name.tag not in TEXT_KEYS:
+                raise InventoryError(f"{source}:{line}: {escape(_dotted(inner))}: YAML reads no text here; quote it")
             if word in seen:
                 first = f"also in line {seen[word]}"
-                raise InventoryError(f"{source}:{line}: {_dotted(inner)}: given twice ({first}); keep one")
+                raise InventoryError(f"{source}:{line}: {escape(_dotted(inner))}: given twice ({first}); keep one")
             seen[word] = line
             yield from _lines(value, inner, source)
             yield inner, line
@@ -322,6 +354,8 @@ def _first(error: ValidationError, where: _Where) -> InventoryError:
             message = "unknown key; a training host is protected and that cannot be switched off: remove the line"
         case "extra_forbidden":
             message = f"unknown key; known here are {', '.join(_known_keys(key[:-1]))}"
+        case "json_invalid":
+            return InventoryError(f"{where.source}: an escape in it is no character; write the character itself")
         case "missing":
             message = "missing; add it"
         case "value_error":

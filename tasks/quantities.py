@@ -8,6 +8,9 @@ DECIMAL = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 BINARY = {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 SIZE_UNITS = DECIMAL | BINARY
 DURATION_UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+LARGEST_SIZE = 2**63 - 1
+LONGEST_DURATION = 2**31 - 1
+"""Seconds; ssh-keygen signs for no longer."""
 
 
 class QuantityError(UsageError, ValueError):
@@ -20,7 +23,9 @@ def size(text: str) -> int:
     factor = SIZE_UNITS.get(match[2].upper()) if match else None
     if match is None or factor is None:
         raise QuantityError(f"{text!r} is not a size; write a number and a unit, as in 500MB, 17GB or 2TiB")
-    return round(float(match[1]) * factor)
+    if (value := float(match[1]) * factor) >= LARGEST_SIZE:
+        raise QuantityError(f"{text[:40]!r} is more than any disk holds; write less than {show_size(LARGEST_SIZE)}")
+    return round(value)
 
 
 def rate(text: str) -> int:
@@ -37,12 +42,14 @@ def rate(text: str) -> int:
 
 def duration(text: str) -> int:
     """``"10m"`` → seconds; parts may be joined (``1h30m``), units s, m, h, d."""
-    parts = re.findall(r"([0-9]+)([smhd])", text.strip())
+    parts = re.findall(r"([0-9]{1,12})([smhd])", text.strip())
     if not parts or "".join(number + unit for number, unit in parts) != text.strip():
         raise QuantityError(f"{text!r} is not a duration; write it as in 90s, 10m, 1h30m or 30d")
     seconds = sum(int(number) * DURATION_UNITS[unit] for number, unit in parts)
     if seconds < 1:
         raise QuantityError(f"{text!r} is no time at all; write at least 1s")
+    if seconds > LONGEST_DURATION:
+        raise QuantityError(f"{text!r} is too long; the longest is {show_duration(LONGEST_DURATION)}")
     return seconds
 
 

@@ -133,7 +133,7 @@ def render_configuration(
         key, certificate = login if login and hop is way else (hop.identity_file, None)
         lines = [
             f"Host {hop.name}",
-            f"HostName {hop.hostname}",
+            f"HostName {hop.hostname.replace('%', '%%')}",
             f"Port {hop.host.port}",
             f"User {hop.host.user}",
             f"HostKeyAlias {hop.name}",

@@ -3,10 +3,18 @@
 import os
 from pathlib import Path
 
+from tasks.errors import Refused
+
 
 def state_dir() -> Path:
-    """``$DFLASH_STATE``, else ``~/.local/state/dflash``; made with mode 0700 when it is not there."""
+    """``$DFLASH_STATE``, else ``~/.local/state/dflash``; made with mode 0700 when it is not there.
+
+    Raises ``Refused`` when it cannot be: there are no approvals and no audit log without it.
+    """
     named = os.environ.get("DFLASH_STATE")
     path = Path(named) if named else Path.home() / ".local" / "state" / "dflash"
-    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise Refused(f"state folder {path}: {error.strerror}; name one of your own in $DFLASH_STATE") from None
     return path

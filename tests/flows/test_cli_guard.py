@@ -105,6 +105,8 @@ def test_deny(guard: GuardState) -> None:
         (["--valid", "1h", "--until", "2030-01-01"], "give one"),
         (["--until", "tomorrow"], "2027-01-31"),
         (["--until", "2020-01-01"], "is over"),
+        (["--until", "0001-01-01"], "not a date"),
+        (["--valid", "999999999d"], "too long"),
         (["--until", "2099-01-01"], "guard standing request"),
         (["--ca-key", "nowhere"], "No such file"),
     ],

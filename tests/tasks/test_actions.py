@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from tasks.actions import PathError, Plan, ReadGrant, escape, normalise_path
+from tasks.actions import PathError, Plan, ReadGrant, escape, normalise_path, said
 
 KEYS = tuple("SHA256:" + letter * 43 for letter in "ABC")
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="/\0\n")
@@ -136,7 +136,9 @@ def test_paths_have_one_spelling(text: str, path: str) -> None:
     assert normalise_path(path) == path
 
 
-@pytest.mark.parametrize("text", ["", "a", "./a", "~/a", "/a/../b", "/..", "/a\0b", "/a\nb"])
+@pytest.mark.parametrize(
+    "text", ["", "a", "./a", "~/a", "/a/../b", "/..", "/a\0b", "/a\nb", "/a\udcff", "/" + "a" * 4095]
+)
 def test_paths_that_cannot_stand_in_an_action(text: str) -> None:
     with pytest.raises(PathError, match="path '"):
         normalise_path(text)
@@ -220,3 +222,8 @@ def test_the_effect_is_not_part_of_the_digest() -> None:
     grant = ReadGrant(host="kpro6", host_keys=KEYS, paths=("/p",), verbs=("read",), sessions=1, bytes=1)
     assert Plan(grant=grant, effect="a").digest() == Plan(grant=grant, effect="b").digest() == grant.digest()
     assert json.loads(grant.canonical()).keys() == ReadGrant.model_fields.keys()
+
+
+def test_what_a_host_says_is_one_short_line() -> None:
+    assert said("no\nsuch \x1b[31mfile") == "no\\x0asuch \\x1b[31mfile"
+    assert said("\n" * 10**6) == "\\x0a" * 500 + "…"

@@ -86,6 +86,16 @@ ERRORS = [
     (f'      - "{key_of("ct129")}"', "", "hosts.ct129.host_keys", "found None"),
     ("/root/eval/cache", "/root/../cache", "hosts.ct129.cache", "'..'"),
     ("http://localhost:30000", "localhost:30000", "hosts.ct129.server.url", "pattern"),
+    ("10.1.230.172", '"10.1.2.6:22"', "hosts.ct129.address", "letters, digits"),
+    ("10.1.230.172", "10.1.518", "hosts.ct129.address", "write 10.1.2.6"),
+    ("10.1.230.172", '"167838214"', "hosts.ct129.address", "write 10.1.2.6"),
+    ("10.1.230.172", "012.1.2.6", "hosts.ct129.address", "write 10.1.2.6"),
+    ("user: root", "user: root\n    identity_file: ~nobody-here/key", "hosts.ct129.identity_file", "no such user"),
+    ("user: root", 'user: root\n    identity_file: "a\\nb"', "hosts.ct129.identity_file", "cannot be printed"),
+    ("  ct129:", '  "ct129\\n":', "hosts.ct129\\x0a", "host name"),
+    ("notify: []", '"\\e[31mnotify": []', "\\x1b[31mnotify", "known here are"),
+    ("notify: []", "notify: []\n2027-01-31: x", "2027-01-31", "quote it"),
+    ("  ct129:", "  129:", "hosts.129", "quote it"),
 ]
 
 
@@ -116,7 +126,20 @@ def test_a_protected_host_needs_a_pinned_key() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "- a\n", "version: [1\n", "a: b: c\n", "version: 1\n", "a: \x07\n", "a: &a [*a]\n", "[a]: 1\n"]
+    "text",
+    [
+        "",
+        "- a\n",
+        "version: [1\n",
+        "a: b: c\n",
+        "version: 1\n",
+        "a: \x07\n",
+        "a: &a [*a]\n",
+        "[a]: 1\n",
+        "a: !!int x",
+        "a: " + "9" * 5000,
+        'version: "\\ud800"\n',
+    ],
 )
 def test_other_texts_are_one_line_errors(text: str) -> None:
     with pytest.raises(InventoryError) as caught:

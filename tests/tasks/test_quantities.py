@@ -31,6 +31,11 @@ def test_quantities_are_read(read: Callable[[str], int], text: str, value: int) 
         (size, "-1GB"),
         (size, "2 parsecs"),
         (size, "1e3MB"),
+        (size, "99999999TB"),
+        (size, "9" * 400 + "TB"),
+        (rate, "9" * 400 + "TB/s"),
+        (duration, "9" * 5000 + "s"),
+        (duration, "999999999d"),
         (rate, "200MB"),
         (rate, "0MB/s"),
         (rate, "fast"),
@@ -41,7 +46,7 @@ def test_quantities_are_read(read: Callable[[str], int], text: str, value: int) 
     ],
 )
 def test_other_texts_are_errors_that_show_how(read: Callable[[str], int], text: str) -> None:
-    with pytest.raises(QuantityError, match=r"write|at least"):
+    with pytest.raises(QuantityError, match=r"write|at least|longest"):
         read(text)
 
 

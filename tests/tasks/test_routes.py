@@ -131,6 +131,11 @@ def test_configuration_leaves_nothing_to_a_default(inventory: Inventory) -> None
         assert f"\n  {line}\n" in text
 
 
+def test_an_address_with_a_zone_is_not_expanded(inventory: Inventory) -> None:
+    text = render_configuration(Route(inventory.host("outer"), "fe80::1%eth0", None), Path("/known"), ("x",))
+    assert "\n  HostName fe80::1%%eth0\n" in text
+
+
 def test_an_approval_logs_in_with_its_own_key_on_the_last_host_only(inventory: Inventory) -> None:
     between = Route(inventory.host("bastion"), "10.9.0.1", Path("/keys/bastion"))
     way = Route(inventory.host("kpro6"), "10.1.2.6", Path("/keys/own"), between)
