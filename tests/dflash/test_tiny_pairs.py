@@ -73,7 +73,10 @@ def test_training_checkpoints_grow_with_their_steps(tiny_hybrid: Pair, training_
 
 @pytest.mark.parametrize(
     "lengths",
-    [pytest.param(COARSE_LENGTHS, id="coarse"), pytest.param(range(100, 401), id="all", marks=pytest.mark.slow)],
+    [
+        pytest.param(COARSE_LENGTHS, id="coarse"),
+        pytest.param(range(100, 401), id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
+    ],
 )
 def test_no_prompt_length_stands_out(tiny_hybrid: Pair, lengths: list[int]) -> None:
     """Engines have lost most of their acceptance at single prompt lengths, where a kernel's tail was wrong.
