@@ -14,7 +14,8 @@ import pickletools
 import zipfile
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, NoReturn
@@ -77,6 +78,17 @@ class ChangedError(CheckpointError):
     """The file changed while it was read: it is still being written."""
 
 
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """What the file system says while ``path`` is read, as a :class:`CheckpointError` that names it."""
+    try:
+        yield
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); is it there, whole, and open to this user?"
+        ) from None
+
+
 @dataclass(frozen=True)
 class Identity:
     """What tells that a file is still the one that was opened."""
@@ -124,7 +136,8 @@ class TensorFile:
 
     def require_unchanged(self) -> None:
         """:class:`ChangedError` if the file is no longer the one whose layout this is."""
-        now = Identity.of(self.path)
+        with reading(self.path):
+            now = Identity.of(self.path)
         if now != self.identity:
             raise ChangedError(
                 f"{self.path} changed while it was read (from {self.identity.size} to {now.size} bytes): it is still "
@@ -134,6 +147,11 @@ class TensorFile:
 
 def sniff(path: Path) -> Format:
     """The format of a checkpoint by its content; :class:`NotACheckpointError` says what was found instead."""
+    with reading(path):
+        return _sniff(path)
+
+
+def _sniff(path: Path) -> Format:
     if path.is_dir():
         if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
             raise NotACheckpointError(
@@ -142,6 +160,8 @@ def sniff(path: Path) -> Format:
         return "zlab"
     if not path.exists():
         raise NotACheckpointError(f"{path} does not exist; give a checkpoint file or directory")
+    if not path.is_file():
+        raise NotACheckpointError(f"{path} is a pipe, a socket or a device; give a checkpoint file or directory")
     with path.open("rb") as file:
         head = file.read(8)
     if head.startswith(_ZIP_MAGIC):
@@ -159,8 +179,8 @@ def sniff(path: Path) -> Format:
 
 def read_torch_file(path: Path) -> TensorFile:
     """The layout of a ``torch.save`` zip. Tensor bytes are not read; their CRC is for whoever reads them."""
-    identity = Identity.of(path)
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
+        identity = Identity.of(path)
         records = _zip_records(path, file, identity.size)
         pickles = [name for name in records if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(pickles) != 1:
@@ -182,19 +202,19 @@ def read_torch_file(path: Path) -> TensorFile:
 
 def read_safetensors_file(path: Path) -> TensorFile:
     """The layout of a safetensors file; ``content`` maps names to :class:`TensorRecord`."""
-    identity = Identity.of(path)
-    with path.open("rb") as file:
+    with reading(path), path.open("rb") as file:
+        identity = Identity.of(path)
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(_MAX_JSON, identity.size - 8):
             raise DamagedError(f"{path} is not a safetensors file, or is cut short: its header would be {length} bytes")
         try:
             header = json.loads(file.read(length))
             tensors = {
-                name: _safetensors_entry(name, entry, 8 + length)
+                name: _safetensors_entry(path, name, entry, 8 + length)
                 for name, entry in header.items()
                 if name != "__metadata__"
             }
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedError(f"{path}: the safetensors header is malformed; copy the file again") from None
     end = max((tensor.record.start + tensor.record.length for tensor in tensors.values()), default=8 + length)
     if end != identity.size:
@@ -327,9 +347,13 @@ def _within(tensor: TensorRecord) -> bool:
     return 0 in tensor.shape or (last + 1) * _ITEM_SIZES[tensor.dtype] <= tensor.record.length
 
 
-def _safetensors_entry(name: str, entry: Mapping[str, Any], base: int) -> TensorRecord:
+def _safetensors_entry(path: Path, name: str, entry: Mapping[str, Any], base: int) -> TensorRecord:
+    if entry["dtype"] not in _SAFETENSORS:
+        raise CheckpointError(f"{path}: tensor {name} is {entry['dtype']}, expected one of {', '.join(_SAFETENSORS)}")
     dtype, shape, (begin, end) = _SAFETENSORS[entry["dtype"]], tuple(entry["shape"]), entry["data_offsets"]
-    if not 0 <= begin <= end or end - begin != math.prod(shape) * _ITEM_SIZES[dtype]:
+    if not all(type(number) is int and number >= 0 for number in (begin, end, *shape)):
+        raise ValueError(name)
+    if begin > end or end - begin != math.prod(shape) * _ITEM_SIZES[dtype]:
         raise ValueError(name)
     stride = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
     return TensorRecord(dtype, shape, stride, 0, Record(name, base + begin, end - begin, None))

@@ -25,6 +25,7 @@ from dflash.checkpoint_layout import (
     read_record,
     read_safetensors_file,
     read_torch_file,
+    reading,
     sniff,
 )
 from dflash.config import ConfigError, DrafterConfig
@@ -192,7 +193,7 @@ def read_tensors(opened: Opened) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
     for layout in opened.files:
         storages: dict[str, Tensor] = {}
-        with layout.path.open("rb") as file:
+        with reading(layout.path), layout.path.open("rb") as file:
             for name, (owner, tensor) in opened.tensors.items():
                 if owner is not layout:
                     continue
@@ -209,7 +210,7 @@ def hash_files(opened: Opened) -> str:
     """sha256 of the weights' file, or of the files of a directory one after the other in the order of their names."""
     digest = hashlib.sha256()
     for layout in opened.files:
-        with layout.path.open("rb") as file:
+        with reading(layout.path), layout.path.open("rb") as file:
             while chunk := file.read(_HASH_CHUNK):
                 digest.update(chunk)
         layout.require_unchanged()
@@ -285,8 +286,10 @@ def _read_json(path: Path) -> dict[str, Any]:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(f"{path} does not exist; give a drafter's config.json") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error})") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a drafter's config.json") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); expected a drafter's config.json") from None
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} is not a JSON object, expected a drafter's config.json")
     return raw

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dflash.errors import DFlashError, NotValidError, run_cli
+from dflash.errors import DFlashError, NotValidError, one_line, run_cli
 
 if TYPE_CHECKING:
     from dflash.inspect import Inspection
@@ -128,17 +128,22 @@ def evaluate(
 def _show(found: "Inspection") -> None:
     facts = Table.grid(padding=(0, 2))
     for name in ("path", "format", "step", "parameters", "config_source"):
-        facts.add_row(name, escape(str(getattr(found, name))))
+        facts.add_row(name, _text(getattr(found, name)))
     for name, value in (found.config | found.training).items():
-        facts.add_row(name, escape(str(value)))
-    facts.add_row("problems", escape("\n".join(found.problems) or "none"))
+        facts.add_row(name, _text(value))
+    facts.add_row("problems", "\n".join(map(_text, found.problems)) or "none")
     tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
     for tensor in found.tensors:
-        tensors.add_row(escape(tensor.name), "×".join(map(str, tensor.shape)), tensor.dtype)
+        tensors.add_row(_text(tensor.name), "×".join(map(str, tensor.shape)), tensor.dtype)
     console = Console(highlight=False)
     console.print(tensors)
     console.print()
     console.print(facts)
+
+
+def _text(value: object) -> str:
+    """What a file says, without line ends, terminal controls or markup in effect."""
+    return escape(one_line(str(value)))
 
 
 def main() -> None:

@@ -5,6 +5,7 @@ SGLang answers its native ``POST /generate``; every other server is asked throug
 can change the tokens, and with them every figure measured on them.
 """
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -42,8 +43,9 @@ def connect(url: str) -> Server:
         if _get(base + path) is not None:
             return Server(base, "sglang")
     listing = _get(base + "/v1/models")
-    if isinstance(listing, dict) and listing.get("data"):
-        return Server(base, "openai", listing["data"][0]["id"])
+    model = _at(listing, "data", 0, "id")
+    if isinstance(model, str):
+        return Server(base, "openai", model)
     raise ServerError(f"server {url}: answers neither /model_info (SGLang) nor /v1/models (OpenAI-compatible)")
 
 
@@ -75,15 +77,14 @@ def _ask(server: Server, prompt: Sequence[int], max_new_tokens: int, ignore_eos:
     if server.kind == "sglang":
         sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
         reply = _post(f"{server.url}/generate", {"input_ids": list(prompt), "sampling_params": sampling})
-        ids = reply.get("output_ids")
+        ids = _at(reply, "output_ids")
         where = "output_ids of /generate"
     else:
         body = {"model": server.model, "prompt": list(prompt), "max_tokens": max_new_tokens, "temperature": 0.0}
         reply = _post(f"{server.url}/v1/completions", body | {"ignore_eos": ignore_eos, "return_token_ids": True})
-        choices = reply.get("choices") or [{}]
-        ids = choices[0].get("token_ids")
+        ids = _at(reply, "choices", 0, "token_ids")
         where = "choices[0].token_ids of /v1/completions"
-    if not isinstance(ids, list) or not ids or not all(isinstance(token, int) for token in ids):
+    if not isinstance(ids, list) or not ids or not all(type(token) is int for token in ids):
         raise ServerError(
             f"server {server.url}: no token ids in {where}; use a server that gives them (SGLang, vLLM ≥ 0.10) "
             f"or leave --server out and the target writes the completions"
@@ -91,13 +92,20 @@ def _ask(server: Server, prompt: Sequence[int], max_new_tokens: int, ignore_eos:
     return ids[:max_new_tokens]
 
 
-def _post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+def _at(answer: Any, *path: str | int) -> Any:
+    """What stands at ``path`` in a parsed answer; ``None`` where the answer has another form."""
+    for step in path:
+        try:
+            answer = answer[step]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return answer
+
+
+def _post(url: str, body: dict[str, Any]) -> Any:
     data = json.dumps(body).encode()
     request = urllib.request.Request(url, data, {"Content-Type": "application/json"})  # noqa: S310 (http only)
-    reply = _open(request, TIMEOUT)
-    if not isinstance(reply, dict):
-        raise ServerError(f"server {url}: the answer is {type(reply).__name__}, expected a JSON object")
-    return reply
+    return _open(request, TIMEOUT)
 
 
 def _get(url: str) -> Any:
@@ -116,14 +124,18 @@ def _open(request: urllib.request.Request, timeout: float) -> Any:
     url = request.full_url
     try:
         with urllib.request.urlopen(request, timeout=timeout) as reply:  # noqa: S310 (http only, checked by connect)
-            return json.loads(reply.read())
+            answer = reply.read()
     except urllib.error.HTTPError as error:
         said = error.read(200).decode(errors="replace").strip().replace("\n", " ")
         raise _StatusError(f"server {url}: answered {error.code} {error.reason}: {said}") from None
     except TimeoutError:
         raise ServerError(f"server {url}: no answer within {timeout:.0f} s; is it overloaded?") from None
-    except (urllib.error.URLError, ConnectionError, OSError) as error:
+    except (http.client.InvalidURL, UnicodeError) as error:
+        raise ServerError(f"server {url}: cannot be asked ({error}); expected http://host:port") from None
+    except (OSError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
         raise ServerError(f"server {url}: no answer ({reason}); is the server running there?") from None
-    except ValueError:
+    try:
+        return json.loads(answer)
+    except (ValueError, RecursionError):
         raise ServerError(f"server {url}: the answer is not JSON; is this the model server?") from None

@@ -21,6 +21,7 @@ _ONLY_AS = {
     "rope_scaling": (None,),
     "partial_rotary_factor": (None, 1.0),
 }
+_MOST_LAYERS = 1000
 _KNOWN_IN_DFLASH_CONFIG = {"block_size", "mask_token_id", "mask_token", "target_layer_ids", "causal"}
 
 
@@ -31,7 +32,7 @@ class ConfigError(DFlashError):
 class DrafterConfig(BaseModel):
     """Sizes of a DFlash-1 drafter, its taps, and the attention rule of each of its layers."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
     hidden_size: PositiveInt
     intermediate_size: PositiveInt
@@ -65,6 +66,10 @@ class DrafterConfig(BaseModel):
         problems = []
         if self.block_size < 2:
             problems.append(f"block_size is {self.block_size}, a block needs the anchor and at least one slot")
+        if self.block_size > self.max_position_embeddings:
+            problems.append(
+                f"block_size is {self.block_size}, over the max_position_embeddings of {self.max_position_embeddings}"
+            )
         if not 0 <= self.mask_token_id < self.vocab_size:
             problems.append(f"mask_token_id {self.mask_token_id} is outside the vocabulary of {self.vocab_size} rows")
         problems += _tap_problems(self.target_layer_ids, self.num_target_layers)
@@ -231,7 +236,7 @@ def _section(raw: Mapping[str, Any], name: str, source: str) -> Mapping[str, Any
 def _refuse_other_models(
     raw: Mapping[str, Any], nested: Mapping[str, Any], rope: Mapping[str, Any], source: str
 ) -> None:
-    if "DFlash2DraftModel" in (raw.get("architectures") or []):
+    if "DFlash2DraftModel" in str(raw.get("architectures")):
         raise ConfigError(
             f"{source}: architectures says DFlash2DraftModel, only DFlash-1 drafters can be computed here"
         )
@@ -263,6 +268,8 @@ def _layer_types(raw: Mapping[str, Any], source: str) -> tuple[Any, ...]:
     stated, layers = raw.get("layer_types"), raw["num_hidden_layers"]
     if stated is None and raw.get("use_sliding_window"):
         raise ConfigError(f"{source}: use_sliding_window is set without layer_types; name the type of each layer")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:
+        raise ConfigError(f"{source}: num_hidden_layers is {layers}, a drafter has at most {_MOST_LAYERS}")
     if stated is None:
         return ("full_attention",) * layers if isinstance(layers, int) else ()
     if not isinstance(stated, list):

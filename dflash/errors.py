@@ -25,13 +25,26 @@ class NotValidError(DFlashError):
     exit_code = 3
 
 
+def one_line(text: str) -> str:
+    """``text`` with line ends, terminal controls and other unprintable characters, as files can hold, as escapes."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape").decode() for character in text
+    )
+
+
 def run_cli(app: Callable[[], Any]) -> None:
-    """Run a command-line ``app``; a :class:`DFlashError` becomes one line on stderr and its exit code."""
+    """Run a command-line ``app``; a :class:`DFlashError` becomes one line on stderr and its exit code.
+
+    So does an :class:`OSError` that nothing closer to the file has named: it is the machine's state, not a fault here.
+    """
     try:
         app()
     except DFlashError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except OSError as error:
+        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        sys.exit(DFlashError.exit_code)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

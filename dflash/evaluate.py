@@ -25,7 +25,7 @@ from dflash.prompts import PromptSet, has_chats, read_prompts, tokenize
 from dflash.render import to_markdown
 from dflash.replay import Replay, Text, replay
 from dflash.report import Check, CheckpointInfo, PromptResult, Report, Settings, TargetInfo, TrainingInfo
-from dflash.target import Target, load_tokenizer
+from dflash.target import Target, TargetMismatchError, load_tokenizer
 
 SEED = 20260206
 PASS_TOKENS = 1 << 14
@@ -120,6 +120,7 @@ def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
 
     with phases.phase("hidden_states", "target and hidden states") as progress:
         target = target or _load_target(request, inputs, device, dtype)
+        _require_tokens(request, target, written)
         if not request.ignore_eos:
             written = [completions.until_end(ids, target.eos_token_ids) for ids in written]
         texts, agreement = _tap(target, inputs, written, progress)
@@ -224,6 +225,17 @@ def _load_target(request: Request, inputs: Inputs, device: torch.device, dtype: 
         if drafter is not None:
             target.require_fit(drafter.config, source=str(drafter.path))
     return target
+
+
+def _require_tokens(request: Request, target: Target, written: list[list[int]]) -> None:
+    """:class:`TargetMismatchError` where a server wrote a token that the target has no row for."""
+    rows = target.vocab_size
+    strange = next((token for ids in written for token in ids if not 0 <= token < rows), None)
+    if strange is not None:
+        raise TargetMismatchError(
+            f"server {request.server} wrote token {strange}, the target {request.target} has {rows} rows; "
+            f"does it serve this model?"
+        )
 
 
 def _generate(
@@ -392,13 +404,13 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 @contextmanager
 def _temporary_sibling(final: Path) -> Iterator[Path]:
     """An empty directory beside ``final``, removed at the end if it has not been renamed."""
-    if final.exists() and (not final.is_dir() or any(final.iterdir())):
-        raise OutputError(f"--output {final} exists and is not an empty directory; choose another or remove it")
     try:
+        if final.exists() and (not final.is_dir() or any(final.iterdir())):
+            raise OutputError(f"--output {final} exists and is not an empty directory; choose another or remove it")
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
-        raise OutputError(f"--output {final} cannot be made: {error.strerror}") from None
+        raise OutputError(f"--output {final} cannot be made ({error.strerror}); choose another") from None
     try:
         yield partial
     finally:

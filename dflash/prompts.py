@@ -73,7 +73,7 @@ def read_prompts(path: Path, *, limit: int | None = None) -> PromptSet:
     """
     try:
         content = path.read_bytes()
-        lines = content.decode().splitlines()
+        lines = content.decode("utf-8-sig").split("\n")  # splitlines would also cut at U+2028, which JSON may hold
     except OSError as error:
         raise PromptFileError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from None
     except UnicodeDecodeError as error:
@@ -110,7 +110,7 @@ def has_chats(prompts: Sequence[RawPrompt | ChatPrompt]) -> bool:
 def _parse(line: str, place: str) -> RawPrompt | ChatPrompt:
     try:
         raw = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(f"{place}: is not JSON ({error})") from None
     if not isinstance(raw, dict) or ("prompt" in raw) == ("messages" in raw):
         raise PromptFileError(f"{place}: expected an object with id and either prompt (raw text) or messages (chat)")

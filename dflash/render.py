@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from dflash.errors import one_line
 from dflash.report import Metrics, Report
 
 
@@ -44,7 +45,7 @@ def _facts(report: Report) -> str:
     if report.training is not None:
         said = {name: value for name, value in report.training.model_dump().items() if value is not None}
         lines.append("- training says " + ", ".join(f"{name} {value}" for name, value in said.items()))
-    return "\n".join(lines)
+    return "\n".join(map(one_line, lines))
 
 
 def _figures(report: Report) -> str:
@@ -111,7 +112,8 @@ _STATUS = {"pass": "pass", "warn": "**warn**", "fail": "**FAIL**", "skipped": "n
 
 def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)
+    cells = ((one_line(cell).replace("|", "\\|") for cell in line) for line in lines)
+    return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 
 
 def _interval(interval: tuple[float, float] | None) -> str:

@@ -147,7 +147,7 @@ class Batch:
             row = int(finite.logical_not().nonzero()[0])
             raise DraftError(
                 f"prompt {self.texts[row].id}: the drafter's output at position {anchors[row]} is not finite; "
-                f"look for NaN in the checkpoint or overflow in the dtype"
+                f"look for NaN in the target's weights or overflow in the dtype"
             )
         return hidden
 

@@ -182,7 +182,7 @@ def read_report(path: Path) -> Report:
         raw = json.loads(path.read_bytes())
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror}); expected a report.json") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ReportError(f"{path}: is not JSON ({error}); expected a report.json") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
     if schema != SCHEMA:

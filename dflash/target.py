@@ -263,7 +263,7 @@ def _text_config(path: str) -> PreTrainedConfig:
         raise TargetLoadError(f"target {path} is not a directory; give a directory with config.json and safetensors")
     try:
         config = AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a malformed file can raise anything from inside transformers
         raise TargetLoadError(f"target {path} has no config that transformers can read: {_first_line(error)}") from None
     if config.model_type not in _CAUSAL_LM:
         raise TargetLoadError(
@@ -322,9 +322,10 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
     """The target's tokenizer. Raises :class:`TargetLoadError`."""
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(str(path))
-    except (OSError, ValueError) as error:
+    except Exception as error:  # a malformed file can raise anything from inside transformers
         raise TargetLoadError(
-            f"target {path} has no tokenizer that transformers can read: {_first_line(error)}"
+            f"target {path} has no tokenizer that transformers can read: {_first_line(error)}; give a directory with "
+            f"config.json, safetensors and tokenizer.json"
         ) from None
     return tokenizer
 
@@ -339,4 +340,4 @@ def _some(names: Sequence[str], limit: int = 5) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return next((line.strip(" :.") for line in str(error).splitlines() if line.strip()), type(error).__name__)

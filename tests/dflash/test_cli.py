@@ -3,11 +3,9 @@
 import json
 import subprocess  # noqa: TID251 (the command under test is a process)
 import sys
-from types import SimpleNamespace
 
 import pytest
 
-from dflash.cli import main
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
 
@@ -19,23 +17,6 @@ def files(tmp_path_factory):
     write_drafter(directory / "narrow", taps=[1, 3])
     write_prompts(directory / "prompts.jsonl")
     return directory
-
-
-@pytest.fixture
-def dflash(monkeypatch, capsys):
-    """Run the command in this process (importing transformers takes seconds): exit code, stdout, stderr."""
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["dflash", *map(str, arguments)])
-        capsys.readouterr()
-        try:
-            main()
-            code = 0
-        except SystemExit as exit:
-            code = exit.code or 0
-        return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
-
-    return run
 
 
 def evaluation(files, output, *arguments, checkpoint="drafter", prompts="prompts.jsonl"):
@@ -65,14 +46,14 @@ def test_phases_go_to_stderr_and_the_headline_to_stdout(files, tmp_path):
     assert done.stdout.count("\n") == 1
 
 
-def test_json_prints_the_metrics(dflash, files, tmp_path):
-    done = dflash(*evaluation(files, tmp_path / "report", "--ignore-eos", "--json"))
+def test_json_prints_the_metrics(run_dflash, files, tmp_path):
+    done = run_dflash(*evaluation(files, tmp_path / "report", "--ignore-eos", "--json"))
     report = json.loads((tmp_path / "report" / "report.json").read_text())
     assert json.loads(done.out) == report["metrics"]
 
 
-def test_a_failed_check_exits_with_3_and_the_report_is_written(dflash, files, tmp_path):
-    done = dflash(*evaluation(files, tmp_path / "report", "--reference", files / "drafter", checkpoint="narrow"))
+def test_a_failed_check_exits_with_3_and_the_report_is_written(run_dflash, files, tmp_path):
+    done = run_dflash(*evaluation(files, tmp_path / "report", "--reference", files / "drafter", checkpoint="narrow"))
     assert done.returncode == 3, done.err
     assert done.out == "not valid: taps-as-reference\n"
     assert json.loads((tmp_path / "report" / "report.json").read_text())["valid"] is False
@@ -89,43 +70,43 @@ def test_a_failed_check_exits_with_3_and_the_report_is_written(dflash, files, tm
         (["--reference", "/nonexistent"], 1),
     ],
 )
-def test_wrong_usage_is_2_and_failure_is_1(dflash, files, tmp_path, arguments, code):
-    done = dflash(*evaluation(files, tmp_path / "report", *arguments))
+def test_wrong_usage_is_2_and_failure_is_1(run_dflash, files, tmp_path, arguments, code):
+    done = run_dflash(*evaluation(files, tmp_path / "report", *arguments))
     assert done.returncode == code, done.err
     assert "Traceback" not in done.err
     assert not (tmp_path / "report").exists()
 
 
-def test_an_error_is_one_line(dflash, files, tmp_path):
+def test_an_error_is_one_line(run_dflash, files, tmp_path):
     (tmp_path / "prompts.jsonl").write_text('{"id": "a"}\n')
-    done = dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "prompts.jsonl"))
+    done = run_dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "prompts.jsonl"))
     assert done.returncode == 1
     phase, error = done.err.splitlines()
     assert phase == "[1/5] tokenizer …"
     assert error.startswith(f"error: {tmp_path}/prompts.jsonl:1: expected an object with id")
 
 
-def test_chats_without_thinking_are_wrong_usage(dflash, files, tmp_path):
+def test_chats_without_thinking_are_wrong_usage(run_dflash, files, tmp_path):
     (tmp_path / "chats.jsonl").write_text('{"id": "a", "messages": [{"role": "user", "content": "w1"}]}\n')
-    done = dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "chats.jsonl"))
+    done = run_dflash(*evaluation(files, tmp_path / "report", prompts=tmp_path / "chats.jsonl"))
     assert done.returncode == 2
     assert "--thinking on or --thinking off" in done.err
 
 
-def test_inspect_shows_config_and_tensors(dflash, files):
-    done = dflash("inspect", files / "drafter")
+def test_inspect_shows_config_and_tensors(run_dflash, files):
+    done = run_dflash("inspect", files / "drafter")
     assert done.returncode == 0, done.err
     assert "zlab" in done.out
     assert "layers.1.mlp.down_proj.weight" in done.out
-    raw = json.loads(dflash("inspect", files / "drafter", "--json").out)
+    raw = json.loads(run_dflash("inspect", files / "drafter", "--json").out)
     assert raw["config"]["block_size"] == 6
     assert len(raw["tensors"]) == 11 * 2 + 3
 
 
-def test_inspect_lists_what_is_wrong_and_exits_with_1(dflash, files, tmp_path):
+def test_inspect_lists_what_is_wrong_and_exits_with_1(run_dflash, files, tmp_path):
     (tmp_path / "model.safetensors").write_bytes((files / "narrow" / "model.safetensors").read_bytes())
     (tmp_path / "config.json").write_bytes((files / "drafter" / "config.json").read_bytes())
-    done = dflash("inspect", tmp_path)
+    done = run_dflash("inspect", tmp_path)
     assert done.returncode == 1
     assert "takes 2 taps" in " ".join(done.out.split())
 
