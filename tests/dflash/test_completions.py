@@ -124,6 +124,30 @@ def test_a_server_that_gives_text_only_is_refused(serve):
         ask(serve(text_only), [[1]])
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [[], {}, {"choices": {}}, {"choices": ["x"]}, {"choices": [{"token_ids": [True, "5"]}]}, {"choices": [None]}],
+)
+def test_an_answer_of_another_form_is_named(serve, answer):
+    with pytest.raises(ServerError, match=r"no token ids in choices\[0\].token_ids"):
+        ask(serve(VLLM | {"/v1/completions": lambda body: (200, answer)}), [[1]])
+    with pytest.raises(ServerError, match="answers neither /model_info"):
+        connect(serve({"/v1/models": lambda body: (200, {"data": answer})}).url)
+
+
+class CutShort(bytes):
+    """Announced as 1000 bytes, sent as they are."""
+
+    def __len__(self):
+        return 1000
+
+
+def test_an_answer_that_ends_too_soon_is_named(serve):
+    dying = SGLANG | {"/generate": lambda body: (200, CutShort(b'{"output_ids": [1'))}
+    with pytest.raises(ServerError, match="no answer"):
+        ask(serve(dying), [[1]])
+
+
 def test_an_error_of_the_server_is_quoted_in_one_line(serve):
     broken = SGLANG | {"/generate": lambda body: (500, b"CUDA out\nof memory")}
     with pytest.raises(ServerError, match="answered 500 Internal Server Error: CUDA out of memory"):

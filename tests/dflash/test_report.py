@@ -44,7 +44,7 @@ def report():
         ),
         versions={"torch": "2"},
         metrics=summarize(ROUNDS, [], seed=0),
-        prompts=[PromptResult(id="a|b", text="x", tokens=7, rounds=2, tau=3.0, token_ids=[1, 2])],
+        prompts=[PromptResult(id="a|b\nc", text="x", tokens=7, rounds=2, tau=3.0, token_ids=[1, 2])],
         checks=[Check(name="fc-shape", status="pass", measured=96, limit=96, explanation="fits")],
         timings={"blocks": 0.5},
     )
@@ -86,6 +86,7 @@ def test_the_file_has_the_agreed_names(report):
     ("content", "message"),
     [
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
         ("[]", "has schema None"),
         ('{"schema": 2}', "has schema 2, this version reads 1"),
         ('{"schema": 1}', "created: Field required"),
@@ -120,7 +121,7 @@ def test_the_markdown_tables_are_whole(report):
     text = to_markdown(with_reference(report))
     assert "| τ pooled (Σ advance / rounds, bonus included) | 2.333 | 1.000 |" in text
     assert "| fc-shape | pass | 96 | 96 | fits |" in text
-    assert "| a\\|b | 7 | 2 | 3.000 |" in text
+    assert "| a\\|b\\nc | 7 | 2 | 3.000 |" in text
     for block in text.split("\n\n"):
         rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
         assert len({row.count("|") for row in rows}) <= 1
