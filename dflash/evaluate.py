@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -83,11 +84,11 @@ def evaluate(request: Request, phases: Phases) -> Report:
 
     The directory appears complete or not at all. A failed check is in the report, not an exception.
     """
-    with _temporary_sibling(request.output) as directory:
+    with _temporary_sibling(request.output) as (directory, final):
         report, rounds = measure(request, phases)
         try:
             _write(directory, report, rounds)
-            directory.rename(request.output)
+            directory.rename(final)
         except OSError as error:
             raise OutputError(
                 f"--output {request.output} could not be written ({error.strerror}); nothing was left there"
@@ -402,17 +403,20 @@ def _dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 @contextmanager
-def _temporary_sibling(final: Path) -> Iterator[Path]:
-    """An empty directory beside ``final``, removed at the end if it has not been renamed."""
+def _temporary_sibling(output: Path) -> Iterator[tuple[Path, Path]]:
+    """An empty directory beside ``output``, removed at the end if it has not been renamed, and what to rename it to."""
     try:
-        if final.exists() and (not final.is_dir() or any(final.iterdir())):
-            raise OutputError(f"--output {final} exists and is not an empty directory; choose another or remove it")
+        final = Path(os.path.realpath(output))  # a directory cannot be renamed to a link, nor to "."
+        if final.exists() and (not final.is_dir() or any(final.iterdir()) or final.is_mount()):
+            raise OutputError(
+                f"--output {output} exists and is not an empty directory of its own; choose another or remove it"
+            )
         final.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{final.name}.", dir=final.parent))
     except OSError as error:
-        raise OutputError(f"--output {final} cannot be made ({error.strerror}); choose another") from None
+        raise OutputError(f"--output {output} cannot be made ({error.strerror}); choose another") from None
     try:
-        yield partial
+        yield partial, final
     finally:
         shutil.rmtree(partial, ignore_errors=True)
 

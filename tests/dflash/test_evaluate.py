@@ -180,6 +180,17 @@ def test_an_output_in_use_is_refused_before_anything_runs(request_of, tmp_path):
     assert (tmp_path / "report" / "kept").read_text() == "mine"
 
 
+def test_an_output_may_be_a_link_or_the_current_directory(request_of, tmp_path, monkeypatch):
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    run(request_of(output=tmp_path / "link", num_prompts=1))
+    assert (tmp_path / "elsewhere" / "report.json").exists()
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    run(request_of(output=Path("."), num_prompts=1))
+    assert (tmp_path / "here" / "report.json").exists()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "here", "link"]
+
+
 def test_a_full_disk_leaves_nothing_behind(request_of, tmp_path, monkeypatch):
     def full(self, *args, **settings):
         self.touch()
