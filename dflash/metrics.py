@@ -78,7 +78,9 @@ def summarize(rounds: Sequence[Round], random_rounds: Sequence[Round], *, seed: 
     Raises :class:`NoRoundsError` on an empty walk.
     """
     if not rounds:
-        raise NoRoundsError("no completion is longer than one token, so no block was drafted; use other prompts")
+        raise NoRoundsError(
+            "no completion is longer than one token, so no block was drafted; use other prompts or --ignore-eos"
+        )
     return Metrics(
         tau=Tau(pooled=tau_pooled(rounds), macro=tau_macro(rounds), ci95=interval(rounds, seed=seed)),
         rounds=len(rounds),

@@ -221,6 +221,13 @@ def test_truncated_and_missing_checkpoints_are_named(tmp_path: Path) -> None:
         read_checkpoint(tmp_path / "missing.pt")
 
 
+def test_inspection_does_not_unfold_a_tensor_of_another_shape(tmp_path: Path) -> None:
+    weights = random_weights() | {"norm.weight": torch.ones(1).expand(10**7, 10**7)}
+    poisoned(float("nan"))(weights)
+    problems = inspect_checkpoint(save_pt(tmp_path / "a.pt", weights)).problems
+    assert [problem.split()[0] for problem in problems] == ["norm.weight", "NaN"]
+
+
 def test_inspection_of_a_sound_checkpoint(tmp_path: Path) -> None:
     weights = random_weights()
     inspection = inspect_checkpoint(save_pt(tmp_path / "step_7.pt", weights))

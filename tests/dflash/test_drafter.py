@@ -19,6 +19,7 @@ VARIANTS = {
     "sliding bidirectional": changed(is_causal=False, sliding_window=11),
     "window narrower than the block": changed(sliding_window=3),
     "window narrower than the block, bidirectional": changed(is_causal=False, sliding_window=3),
+    "another rotary base": changed(rope_theta=1e6),
     "one tap, no grouping": changed(num_key_value_heads=4, nested={"target_layer_ids": [5]}),
 }
 TEXT = 24
