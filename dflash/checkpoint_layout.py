@@ -11,6 +11,7 @@ import json
 import math
 import pickle
 import pickletools
+import struct
 import zipfile
 import zlib
 from collections import OrderedDict
@@ -237,7 +238,7 @@ def read_record(path: Path, file: BinaryIO, record: Record) -> bytearray:
 def _zip_records(path: Path, file: BinaryIO, size: int) -> dict[str, Record]:
     try:
         members = zipfile.ZipFile(file).infolist()
-    except (zipfile.BadZipFile, ValueError, OSError):
+    except (zipfile.BadZipFile, ValueError, OSError, NotImplementedError, EOFError, struct.error):
         raise DamagedError(
             f"{path} starts as a checkpoint but has no end ({size} bytes): it is cut short or still being written"
         ) from None

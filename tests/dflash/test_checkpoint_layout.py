@@ -142,6 +142,16 @@ def test_a_flipped_byte_is_found_by_its_checksum(tmp_path: Path) -> None:
         read_record(path, file, record)
 
 
+def test_a_damaged_directory_of_the_zip_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.ones(3)}, path)
+    data = bytearray(path.read_bytes())
+    data[data.index(b"PK\x01\x02") + 6] = 181  # a version of the format that nobody reads
+    path.write_bytes(data)
+    with pytest.raises(DamagedError, match="cut short or still being written"):
+        read_torch_file(path)
+
+
 def test_a_file_that_grows_while_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "a.pt"
     torch.save({"w": torch.ones(3)}, path)

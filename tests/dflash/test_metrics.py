@@ -86,8 +86,8 @@ def test_advances_add_up_to_the_tokens_without_the_first():
 
 
 def test_pooled_and_macro_tau():
-    assert tau_pooled(ROUNDS + OTHER) == (3 + 1 + 2 + 2) / 4
-    assert tau_macro(ROUNDS + OTHER) == ((3 + 1 + 2) / 3 + 2) / 2
+    assert tau_pooled(ROUNDS[1:] + OTHER) == (1 + 2 + 2) / 3
+    assert tau_macro(ROUNDS[1:] + OTHER) == ((1 + 2) / 2 + 2) / 2
 
 
 def test_positions_count_only_slots_inside_the_completion():
@@ -99,6 +99,14 @@ def test_positions_count_only_slots_inside_the_completion():
     assert conditional_by_position(rounds) == [3 / 4, 2 / 3, 0 / 1]
     # Right whatever came before: slot 2 in all but b's, slot 3 in the second round.
     assert accuracy_by_position(rounds) == [3 / 4, 3 / 4, 1 / 2]
+
+
+def test_a_position_beyond_the_end_is_in_no_denominator():
+    rounds = [judge("a", 0, [1, 2, 3], [0, 0, 0], [1, 2, 3, 4]), judge("b", 0, [1, 2, 3], [0, 0, 0], [1])]
+    assert accepted_by_position(rounds) == [2, 1, 1]
+    assert acceptance_by_position(rounds) == [1.0, 1.0, 1.0]
+    assert conditional_by_position(rounds) == [1.0, 1.0, 1.0]
+    assert accuracy_by_position(rounds) == [1.0, 1.0, 1.0]
 
 
 def test_a_position_no_round_reaches_has_no_figure():
