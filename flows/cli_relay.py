@@ -27,7 +27,7 @@ def relay(
     connector = Connector.load(hosts)
     start, end = connector.inventory.location(source), connector.inventory.location(destination)
     check_destination(end)
-    needed = plan_relay([start], f"is read once and written to {end}", max_bytes=size(max_bytes))
+    needed = plan_relay([start], f"the file is read and written to {end}", max_bytes=size(max_bytes))
     if plan:
         show_plan(connector.store, needed, f"{start} to {end}", as_json=as_json)
         return
