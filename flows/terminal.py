@@ -11,7 +11,6 @@ from typing import Annotated
 import typer
 from rich import box
 from rich.console import Console
-from rich.markup import escape as escape_markup
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -67,9 +66,9 @@ def shown_progress(what: str) -> Iterator[Report]:
         yield _PlainProgress(escape(what))
         return
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    title = TextColumn(escape_markup(escape(what)))
+    title = TextColumn("{task.description}", markup=False)
     with Progress(title, BarColumn(), *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=None)
+        task = bar.add_task(escape(what), total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 

@@ -16,7 +16,7 @@ from pathlib import Path, PurePosixPath
 from dflash.errors import DFlashError, NotValidError, UsageError
 from dflash.render import to_markdown
 from dflash.report import RelayInfo, Report, read_report
-from tasks.actions import Plan
+from tasks.actions import Plan, said
 from tasks.inventory import Host, Inventory, Location
 from tasks.relay import RelayResult, plan_relay
 from tasks.ssh import Connector
@@ -72,7 +72,7 @@ class Workspace:
 
 def plan_evaluation(sources: Sequence[Location], host: Host) -> Plan | None:
     """Return what must be approved before ``sources`` may be evaluated on ``host``; None when nothing must be."""
-    return plan_relay(sources, f"is read once and evaluated on {host.name}", with_config=True)
+    return plan_relay(sources, f"the files are read and evaluated on {host.name}", with_config=True)
 
 
 def checkpoint_place(host: Host, source: Location) -> Location:
@@ -160,7 +160,7 @@ def fetch_report(
 
 
 class LineSplitter:
-    """A text stream for fabric that hands on whole lines; a carriage return ends a line as well."""
+    """A text stream for fabric that hands on whole lines, escaped; a carriage return ends a line as well."""
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         self._on_line = on_line
@@ -183,8 +183,8 @@ class LineSplitter:
 
     def _hand_on(self, line: str) -> None:
         if line.strip():
-            self.last = line.strip()
-            self._on_line(line)
+            self.last = said(line.strip())
+            self._on_line(said(line))
 
 
 def _folder(host: Host, field: str) -> PurePosixPath:

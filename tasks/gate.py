@@ -15,23 +15,25 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from types import TracebackType
-from typing import IO, Any, Literal, Self, TypeVar
+from typing import IO, Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from dflash.errors import DFlashError
-from tasks.actions import escape
+from tasks.actions import LARGEST, said
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.inventory import Host
-from tasks.process import PIPE, Popen, TimeoutExpired, last_line
+from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.ssh import ConnectionFailed, Connector
 
 REPLY_SECONDS = 60.0
 CLOSING_SECONDS = 10.0
 LONGEST_REPLY = 1 << 24
+LONGEST_REPLY_BEFORE_BYTES = 1 << 16
 EXIT_SSH_FAILED = 255
 
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 Reply = TypeVar("Reply", bound=BaseModel)
 
 # The program needs a module to live in: dataclasses look their annotations up there.
@@ -46,7 +48,11 @@ class GateError(DFlashError):
 
 
 class RequestFailed(GateError):
-    """The gate said no to one request and waits for the next."""
+    """The gate said no to one request and waits for the next; ``reason`` is all that it said."""
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class Stat(BaseModel):
@@ -55,20 +61,33 @@ class Stat(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     kind: Literal["file", "directory", "other"]
-    size: int
+    size: Count
     mtime_ns: int
     inode: int
     device: int
 
 
+def _file_name(name: str) -> str:
+    if name in ("", ".", "..") or "/" in name or "\0" in name:
+        raise ValueError("no directory holds an entry of that name")
+    return name
+
+
 class Entry(Stat):
     """One entry of a directory; a symbolic link is ``other``."""
 
-    name: str
+    name: Annotated[str, AfterValidator(_file_name)]
 
 
 class _Entries(BaseModel):
     entries: tuple[Entry, ...]
+
+
+class _Hash(BaseModel):
+    """How far a hash is, and at last what it is."""
+
+    hashed: Count = 0
+    sha256: Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")] | None = None
 
 
 @dataclass(frozen=True)
@@ -138,10 +157,10 @@ class GateSession:
         """sha256 of a file in hex, computed over there; ``progress`` gets the bytes hashed, once a second."""
         with self.ending_on_error():
             self._send_request(verb="hash", path=path)
-            while "sha256" not in (reply := self._reply()):
+            while (reply := self._answer(_Hash, "hash")).sha256 is None:
                 if progress is not None:
-                    progress(int(reply["hashed"]))
-            return str(reply["sha256"])
+                    progress(reply.hashed)
+            return reply.sha256
 
     @contextmanager
     def read(self, path: str, offset: int, length: int) -> Iterator[ByteStream]:
@@ -200,10 +219,13 @@ class GateSession:
     def _ask(self, model: type[Reply], **request: Any) -> Reply:
         with self.ending_on_error():
             self._send_request(**request)
-            try:
-                return model.model_validate(self._reply())
-            except ValidationError as error:
-                raise self._broken(f"its reply to {request['verb']} cannot be read") from error
+            return self._answer(model, request["verb"])
+
+    def _answer(self, model: type[Reply], verb: str) -> Reply:
+        try:
+            return model.model_validate(self._reply())
+        except ValidationError as error:
+            raise self._broken(f"its reply to {verb} cannot be read") from error
 
     def _send_request(self, **request: Any) -> None:
         self._send(json.dumps(request, separators=(",", ":")).encode("ascii"))
@@ -219,7 +241,7 @@ class GateSession:
 
     def _reply(self, *, raw_bytes_follow: bool = False) -> dict[str, Any]:
         """The next reply; where raw bytes follow its line, nothing behind the line is taken."""
-        line = self._line(1 if raw_bytes_follow else 1 << 16)
+        line = self._line(1, LONGEST_REPLY_BEFORE_BYTES) if raw_bytes_follow else self._line(1 << 16, LONGEST_REPLY)
         try:
             reply = json.loads(line)
             if reply["ok"] is True:
@@ -229,9 +251,9 @@ class GateSession:
             raise self._broken(f"it answered {line[:60]!r}") from None
         if reply.get("refused"):
             raise self._refused(message, spent=bool(reply.get("spent")))
-        raise RequestFailed(f"{self.host.name}: {escape(message)}")
+        raise RequestFailed(f"{self.host.name}: {said(message)}", message)
 
-    def _line(self, at_once: int) -> bytes:
+    def _line(self, at_once: int, longest: int) -> bytes:
         descriptor = self._stdout.fileno()
         while b"\n" not in self._buffer:
             if not select.select([descriptor], [], [], REPLY_SECONDS)[0]:
@@ -240,7 +262,7 @@ class GateSession:
             if not more:
                 raise self._failure()
             self._buffer += more
-            if len(self._buffer) > LONGEST_REPLY:
+            if len(self._buffer) > longest:
                 raise self._broken("its reply does not end")
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
@@ -255,23 +277,22 @@ class GateSession:
         status = self._wait(CLOSING_SECONDS)
         if status is None:
             return self._broken("it closed its output and went on")
-        self._stderr.seek(0)
-        said = self._stderr.read().decode("utf-8", "replace")
-        last = last_line(said)
+        stderr = tail(self._stderr)
+        last = last_line(stderr)
         if status == Refused.exit_code:
-            with suppress(ValueError, KeyError, TypeError):
+            with suppress(ValueError, KeyError, TypeError, RecursionError):
                 reply = json.loads(last)
                 return self._refused(str(reply["message"]), spent=bool(reply["spent"]))
             return self._refused(last)
         if status != EXIT_SSH_FAILED:
-            return self._broken(f"it ended with exit status {status}: {escape(last) or 'no word'}")
-        error = self._connector.failure(self.host, said)
+            return self._broken(f"it ended with exit status {status}: {said(last) or 'no word'}")
+        error = self._connector.failure(self.host, stderr)
         if self.approval is not None and isinstance(error, ConnectionFailed) and "Permission denied" in last:
             return self._refused(f"sshd did not accept the certificate of approval {self.approval.id}")
         return error
 
     def _refused(self, why: str, *, spent: bool = False) -> Refused:
-        message = f"{self.host.name} refused: {escape(why) or 'no word why'}"
+        message = f"{self.host.name} refused: {said(why) or 'no word why'}"
         if self.approval is None:
             return Refused(message)
         _record(self._connector, "refusal", self.host, self.approval, message=message)

@@ -8,9 +8,7 @@ import ipaddress
 import json
 import os
 import re
-import socket
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
@@ -46,16 +44,11 @@ def _word(text: str) -> str:
     return text
 
 
-def _one_address(text: str) -> str:
-    """A host name, or an IP address in the one form in which two spellings of it can be compared."""
+def _host_address(text: str) -> str:
     try:
         ipaddress.ip_address(text)
     except ValueError:
-        _word(text)
-        with suppress(OSError):
-            meant = socket.inet_ntoa(socket.inet_aton(text))
-            raise ValueError(f"{text!r} is an unusual spelling of an address; write {meant}") from None
-        return text
+        return _word(text)
     if not re.fullmatch(r"[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?", text):
         raise ValueError(f"{text!r} has an odd zone; write it as in fe80::1%eth0")
     return text
@@ -92,7 +85,7 @@ def _rate(value: object) -> int:
 
 HostName = Annotated[str, AfterValidator(_host_name)]
 Word = Annotated[str, AfterValidator(_word)]
-Address = Annotated[str, AfterValidator(_one_address)]
+Address = Annotated[str, AfterValidator(_host_address)]
 Network = Annotated[str, AfterValidator(_network)]
 PublicKey = Annotated[str, AfterValidator(public_keys.normalise)]
 RemotePath = Annotated[str, AfterValidator(normalise_path)]

@@ -13,6 +13,7 @@ from typing import IO
 
 from dflash.errors import DFlashError
 
+TAIL_BYTES = 1 << 16
 CONNECTING_PROGRAMS = ("ssh", "scp", "sftp", "rsync", "rclone")
 
 CompletedProcess = subprocess.CompletedProcess
@@ -124,6 +125,13 @@ def birth(pid: int) -> str | None:
 def last_line(text: str) -> str:
     """Return the last line of ``text`` that is not blank, or an empty string."""
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
+
+
+def tail(written: IO[bytes]) -> str:
+    """Return the end of what a child wrote into the file ``written``, at most 64 KiB of it."""
+    end = written.seek(0, os.SEEK_END)
+    written.seek(max(0, end - TAIL_BYTES))
+    return written.read().decode("utf-8", "replace")
 
 
 def _resolve(argv: Sequence[Argument], env: Mapping[str, str] | None, cwd: Path | None) -> str:

@@ -16,12 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dflash.errors import DFlashError, UsageError
-from tasks.actions import MOST_PATHS, Plan, ReadGrant, escape
+from tasks.actions import MOST_PATHS, Plan, ReadGrant, escape, said
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.gate import EXIT_SSH_FAILED, GateSession, RequestFailed, Stat, open_session
 from tasks.inventory import Host, Location
-from tasks.process import PIPE, Popen, TimeoutExpired, last_line
+from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.quantities import show_size
 from tasks.ssh import Connector
 from tasks.transfer import Progress, Receiver, ReceiverError, SinkClosedError, TransferError, pump, receiver_argv
@@ -147,7 +147,7 @@ def _exists(session: GateSession, place: Location) -> bool:
     try:
         session.stat(place.path)
     except RequestFailed as error:
-        if os.strerror(errno.ENOENT) in str(error):
+        if error.reason.endswith(os.strerror(errno.ENOENT)):
             return False
         raise
     return True
@@ -168,16 +168,16 @@ def _relay_file(
 
 
 def _relayable(session: GateSession, source: Location) -> Stat:
-    found = session.stat(source.path)
+    found, name = session.stat(source.path), escape(str(source))
     if found.kind != "file":
         kind = "a directory" if found.kind == "directory" else "not a regular file"
-        raise SourceError(f"{source} is {kind}: name one file")
+        raise SourceError(f"{name} is {kind}: name one file")
     if not found.size:
-        raise SourceError(f"{source} is empty: relay it when it has been written")
+        raise SourceError(f"{name} is empty: relay it when it has been written")
     approval = session.approval
     if approval is not None and found.size > approval.grant.bytes:
         raise SourceError(
-            f"{source} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
+            f"{name} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
             f"ask for more with --max-bytes {show_size(found.size * 11 // 10).replace(' ', '')}"
         )
     return found
@@ -192,31 +192,31 @@ def _stream(session: GateSession, path: str, receiver: Receiver, size: int, prog
 
 
 def _check_unchanged(session: GateSession, source: Location, identity: Stat) -> None:
+    name = escape(str(source))
     try:
         found = session.stat(source.path)
     except RequestFailed as error:
-        raise SourceError(f"{source} vanished while it was read ({error}): nothing was kept") from None
+        raise SourceError(f"{name} vanished while it was read ({error}): nothing was kept") from None
     if found != identity:
-        raise SourceError(f"{source} changed while it was read: relay it again when its writer is done")
+        raise SourceError(f"{name} changed while it was read: relay it again when its writer is done")
 
 
 @contextmanager
 def _receiver(connector: Connector, destination: Location) -> Iterator[Receiver]:
     """Run the receiver on the destination's host; on leaving it is gone, and with it what was not committed."""
-    host = _host(destination)
+    host, place = _host(destination), escape(str(destination))
     with tempfile.TemporaryFile() as stderr:
         process = connector.start(host, receiver_argv(), stdin=PIPE, stdout=PIPE, stderr=stderr)
 
         def explain(code: int) -> DFlashError:
-            stderr.seek(0)
-            said = stderr.read().decode("utf-8", "replace")
+            text = tail(stderr)
             if code == EXIT_SSH_FAILED:
-                return connector.failure(host, said)
+                return connector.failure(host, text)
             how = f"ended with exit status {code}" if code >= 0 else f"was ended by signal {-code}"
-            return ReceiverError(f"{destination}: the receiver {how}: {last_line(said) or 'no word'}")
+            return ReceiverError(f"{place}: the receiver {how}: {said(last_line(text)) or 'no word'}")
 
         try:
-            yield Receiver(process, str(destination), explain)
+            yield Receiver(process, place, explain)
         finally:
             _end(process)
 

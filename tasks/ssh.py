@@ -19,7 +19,7 @@ import fabric  # noqa: TID251 - the module for it
 import paramiko  # noqa: TID251 - the module for it
 
 from dflash.errors import DFlashError
-from tasks.actions import escape
+from tasks.actions import said
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.errors import Refused
@@ -124,7 +124,7 @@ class Connector:
         if "Host key verification failed" in stderr or "no matching host key type" in stderr:
             return self._host_key_failure(host)
         return ConnectionFailed(
-            f"{host.name} ({host.address} port {host.port}): {escape(last_line(stderr)) or 'ssh ended without a word'}"
+            f"{host.name} ({host.address} port {host.port}): {said(last_line(stderr)) or 'ssh ended without a word'}"
         )
 
     def _refuse_protected(self, host: Host) -> None:
@@ -282,9 +282,11 @@ def effective_settings(address: str) -> Settings:
 
     :raises RouteError: ssh cannot read its configuration.
     """
-    finished = subprocess.run(
-        [_program("ssh"), "-G", "--", address], env=environment(), capture_output=True, text=True, timeout=30
-    )
+    argv = [_program("ssh"), "-G", "--", address]
+    try:
+        finished = subprocess.run(argv, env=environment(), capture_output=True, text=True, timeout=30)
+    except subprocess.TimeoutExpired:
+        raise RouteError(f"ssh -G {address} did not end within 30 s; see what its Match exec waits for") from None
     if finished.returncode:
         raise RouteError(f"ssh -G {address}: {last_line(finished.stderr)}; correct the ssh configuration")
     return parse_settings(finished.stdout)

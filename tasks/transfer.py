@@ -11,10 +11,13 @@ from importlib.resources import files
 from typing import Any
 
 from dflash.errors import DFlashError
-from tasks.process import Popen
+from tasks.actions import said
+from tasks.process import Popen, TimeoutExpired
 
 PIPE_BYTES = 1 << 20
 PROGRESS_SECONDS = 0.1
+CLOSING_SECONDS = 10.0
+LONGEST_REPLY = 1 << 16
 
 Progress = Callable[[int, int], None]
 
@@ -93,9 +96,10 @@ class Receiver:
         self._send({"sha256": sha256})
         stored = self._reply().get("sha256")
         if stored != sha256:
-            raise ReceiverError(f"{self._place}: sha256 {sha256} was sent, but {stored} was stored: relay it again")
-        if code := self._process.wait():
-            raise self._explain(code)
+            what = said(str(stored))
+            raise ReceiverError(f"{self._place}: sha256 {sha256} was sent, but {what} was stored: relay it again")
+        if (code := self._exit_code()) != 0:
+            raise self._explained(code)
 
     def failure(self) -> DFlashError:
         """Return why the receiver stopped reading: its last reply, else what its exit code means."""
@@ -103,7 +107,7 @@ class Receiver:
             self._reply()
         except DFlashError as error:
             return error
-        return self._explain(self._process.wait())
+        return self._explained(self._exit_code())
 
     def _send(self, fields: dict[str, Any]) -> None:
         try:
@@ -112,13 +116,28 @@ class Receiver:
             raise self.failure() from None
 
     def _reply(self) -> dict[str, Any]:
+        line = self._stdout.readline(LONGEST_REPLY)
+        if not line:
+            raise self._explained(self._exit_code())
         try:
-            reply: dict[str, Any] = json.loads(self._stdout.readline())
-        except ValueError:
-            raise self._explain(self._process.wait()) from None
-        if not reply.get("ok"):
-            raise ReceiverError(f"{self._place}: {reply.get('message', 'the receiver failed')}")
-        return reply
+            reply: dict[str, Any] = json.loads(line)
+            if reply["ok"] is True:
+                return reply
+            message = str(reply["message"])
+        except (ValueError, KeyError, TypeError, RecursionError):
+            raise ReceiverError(f"{self._place}: the receiver answered {line[:60]!r}: relay it again") from None
+        raise ReceiverError(f"{self._place}: {said(message)}")
+
+    def _explained(self, code: int | None) -> DFlashError:
+        if code is None:
+            return ReceiverError(f"{self._place}: the receiver said nothing more and did not end: relay it again")
+        return self._explain(code)
+
+    def _exit_code(self) -> int | None:
+        """The process's exit code; None when it goes on although there is nothing left for it to do."""
+        with suppress(TimeoutExpired):
+            return self._process.wait(CLOSING_SECONDS)
+        return None
 
 
 def receiver_argv() -> list[str]:

@@ -51,6 +51,8 @@ class Part:
             raise ReceiveError(f"{self.path!r} is not the absolute path of a file")
         if os.path.isdir(self.path):
             raise ReceiveError(f"{self.path!r} is a directory: give the file's full name")
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise ReceiveError(f"{self.path!r} is a device, a pipe or a socket: name a file")
         os.makedirs(self.directory, exist_ok=True)
         self._remove_stale_parts()
         try:

@@ -299,3 +299,60 @@ def test_what_is_no_gate_is_an_error_of_one_line(
     with pytest.raises(GateError, match=message) as error:
         open_session(operator.connector, operator.infer, None)
     assert "\n" not in str(error.value)
+
+
+STAT = '{"ok": true, "kind": "file", "mtime_ns": 1, "inode": 1, "device": 1, "size": %s}'
+NAMED = '{"ok": true, "entries": [{"kind": "file", "mtime_ns": 1, "inode": 1, "device": 1, "size": 1, "name": "%s"}]}'
+
+
+def _answering(operator: Operator, monkeypatch: pytest.MonkeyPatch, answer: str) -> GateSession:
+    """A session with a host that answers every request with ``answer`` and a sleep."""
+    program = (
+        f"import time\nprint('{{\"ok\": true}}', flush=True)\ninput()\nprint({answer}, flush=True)\ntime.sleep(60)"
+    )
+    monkeypatch.setattr(gate, "START_ORDINARY", program)
+    return open_session(operator.connector, operator.infer, None)
+
+
+@pytest.mark.parametrize("size", ["-1", "9" * 100, "9" * 5000, "1e400", "NaN"])
+def test_a_size_that_cannot_be_is_not_believed(operator: Operator, monkeypatch: pytest.MonkeyPatch, size: str) -> None:
+    session = _answering(operator, monkeypatch, repr(STAT % size))
+    with pytest.raises(GateError, match="broke"):
+        session.stat("/x")
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", "", "/x", "a/b", "a\\u0000b"])
+def test_a_name_that_leads_elsewhere_is_not_believed(
+    operator: Operator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    session = _answering(operator, monkeypatch, repr(NAMED % name))
+    with pytest.raises(GateError, match="its reply to list cannot be read"):
+        session.list("/x")
+
+
+@pytest.mark.parametrize("answer", ['"hashed": "x"', '"hashed": -1', '"sha256": "00"', '"sha256": [1]'])
+def test_a_hash_that_is_none_is_not_believed(operator: Operator, monkeypatch: pytest.MonkeyPatch, answer: str) -> None:
+    session = _answering(operator, monkeypatch, repr(f'{{"ok": true, {answer}}}'))
+    with pytest.raises(GateError, match="its reply to hash cannot be read"):
+        session.hash("/x")
+
+
+def test_a_line_without_end_before_bytes_is_given_up(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _answering(operator, monkeypatch, "'a' * 10**6")
+    with pytest.raises(GateError, match="its reply does not end"), session.read("/x", 0, 1):
+        pytest.fail("nothing was to come")
+
+
+def test_a_long_refusal_is_shortened(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = _answering(
+        operator, monkeypatch, '\'{"ok": false, "refused": true, "message": "\' + \'a\' * 10**5 + \'"}\''
+    )
+    with pytest.raises(Refused) as caught:
+        session.stat("/x")
+    assert len(str(caught.value)) < 600
+
+
+def test_names_that_are_not_utf8_are_listed(session: GateSession, step: Path) -> None:
+    os.close(os.open(os.fsencode(step.parent) + b"/\xff", os.O_CREAT))
+    with session:
+        assert [entry.name for entry in session.list(str(step.parent))] == ["step.pt", "\udcff"]

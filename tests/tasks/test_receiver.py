@@ -131,6 +131,17 @@ def test_directory_as_destination_is_refused(destination: Open) -> None:
     assert there.end() == (1, "")
 
 
+def test_device_or_pipe_as_destination_is_refused(destination: Open, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "null").symlink_to("/dev/null")
+    for name in ("pipe", "null"):
+        there = destination()
+        there.send({"path": str(tmp_path / name), "size": 1})
+        assert "is a device, a pipe or a socket" in there.reply()["message"]
+        assert there.end()[0] == 1
+    assert there.names() == ["null", "pipe"]
+
+
 def test_relative_destination_is_refused(destination: Open) -> None:
     there = destination()
     there.send({"path": "file", "size": 1})

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import process
+from tasks import process, transfer
 from tasks.process import PIPE, Popen
 from tasks.transfer import (
     PIPE_BYTES,
@@ -147,3 +147,36 @@ def test_receiver_that_stored_something_else_is_not_believed(running: list[Popen
     receiver = Receiver(child, "there", lambda code: ReceiverError(f"exit code {code}"))
     with pytest.raises(ReceiverError, match="sha256 ff was sent, but 00 was stored"):
         receiver.commit("ff")
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ('{"ok": false, "message": "\\u001b[31m\\nno"}', r"there: \\x1b\[31m\\x0ano$"),
+        ("hello", "the receiver answered b'hello"),
+        ("[1]", "the receiver answered"),
+        ("null", "the receiver answered"),
+        ("{}", "the receiver answered"),
+        ("[" * 50_000, "the receiver answered"),
+        ("a" * 10**5, "the receiver answered"),
+    ],
+)
+def test_hostile_answer_of_a_receiver_is_an_error_of_one_line(
+    running: list[Popen[bytes]], tmp_path: Path, answer: str, message: str
+) -> None:
+    (tmp_path / "answer").write_text(answer + "\n")
+    child = process.start(["sh", "-c", 'read line; exec cat "$0"', tmp_path / "answer"], stdin=PIPE, stdout=PIPE)
+    running.append(child)
+    with pytest.raises(ReceiverError, match=message) as caught:
+        Receiver(child, "there", lambda code: ReceiverError(f"exit code {code}")).open("/x", 1)
+    assert len(str(caught.value)) < 600
+    assert "\n" not in str(caught.value)
+
+
+def test_receiver_that_does_not_end_is_given_up(running: list[Popen[bytes]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "CLOSING_SECONDS", 0.1)
+    child = process.start(["sh", "-c", "exec >&-; exec sleep 60"], stdin=PIPE, stdout=PIPE)
+    running.append(child)
+    with pytest.raises(ReceiverError, match="there: the receiver said nothing more and did not end"):
+        Receiver(child, "there", lambda code: ReceiverError(f"exit code {code}")).open("/x", 1)
+    child.kill()
