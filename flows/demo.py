@@ -19,7 +19,7 @@ from tasks import process
 from tasks.actions import Plan
 from tasks.errors import Refused
 from tasks.evaluation import Suite, plan_evaluation
-from tasks.lab import CHECKPOINTS, MODELS, Lab
+from tasks.lab import CHECKPOINTS, MODELS, Lab, remove_tree
 from tasks.ssh import Connector
 from tasks.state import state_dir
 
@@ -94,8 +94,8 @@ def _clean_state() -> Iterator[Path]:
     """A state folder of the demo's own: requests and audit of an earlier lab would be another CA's."""
     state = state_dir() / "demo"
     Lab.remove(state)
-    shutil.rmtree(state, ignore_errors=True)
-    state.mkdir(parents=True, mode=0o700)
+    remove_tree(state / "guard")
+    state.mkdir(parents=True, mode=0o700, exist_ok=True)
     before = os.environ.get("DFLASH_STATE")
     os.environ["DFLASH_STATE"] = str(state)
     try:

@@ -42,6 +42,10 @@ JOBS = {TRAINING: "/workspace/dflash/jobs", INFERENCE: "/root/eval/jobs"}
 CACHE = "/root/eval/cache"
 MODELS = "/root/models"
 
+MARK = "made-by-dflash-lab"
+"""File in the lab's folder: without it nothing there is a lab's, whatever it is called."""
+MADE = ("keys", *HOSTS)
+
 
 @dataclass(frozen=True)
 class HostStatus:
@@ -91,7 +95,7 @@ class Lab:
                 if not elsewhere and record.isolated == isolated and lab._is_whole():
                     return lab
                 site.tear_down()
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _claim(folder)
             record = Record(folder=folder, owner=Life.of(os.getpid()), isolated=isolated)
             record.save()
             lab = cls(record, _site(record, outlive=outlive))
@@ -395,19 +399,50 @@ def _one_at_a_time(folder: Path, *, isolated: bool) -> Iterator[None]:
         yield
 
 
+def _claim(folder: Path) -> None:
+    """Mark ``folder`` as a lab's before anything is put into it; refuse one that holds what a lab would overwrite."""
+    if _is_marked(folder):
+        return
+    taken = [folder] if folder.is_symlink() else [folder / name for name in (*MADE, "hosts.yaml")]
+    for path in taken:
+        if os.path.lexists(path):
+            raise LabError(f"{path} is there and no lab made it: move it away, or name another $DFLASH_STATE")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    (folder / MARK).touch()
+
+
+def _is_marked(folder: Path) -> bool:
+    return not folder.is_symlink() and (folder / MARK).exists()
+
+
 def _remove(folder: Path) -> bool:
     """Remove what a lab put into its folder, and the folder when nothing else is in it; False when there is none."""
-    if not folder.exists():
+    if not _is_marked(folder):
         return False
-    if mounted := [point for point in _mount_points() if point.is_relative_to(folder)]:
-        raise LabError(f"{mounted[0]} is mounted inside the lab's folder, which would be removed: unmount it first")
-    for name in ("keys", *HOSTS):
-        if (folder / name).exists():
-            shutil.rmtree(folder / name)
-    (folder / "hosts.yaml").unlink(missing_ok=True)
+    _refuse_mounts(folder)
+    for name in MADE:
+        remove_tree(folder / name)
+    for name in ("hosts.yaml", MARK):
+        (folder / name).unlink(missing_ok=True)
     if not any(folder.iterdir()):
         folder.rmdir()
     return True
+
+
+def remove_tree(folder: Path) -> None:
+    """Remove ``folder``, which this program made; nothing behind a symbolic link or a mount is touched."""
+    if folder.is_symlink() or not folder.is_dir():
+        return
+    _refuse_mounts(folder)
+    try:
+        shutil.rmtree(folder)
+    except OSError as error:
+        raise LabError(f"{error.filename}: {error.strerror}: remove {folder} by hand") from None
+
+
+def _refuse_mounts(folder: Path) -> None:
+    if mounted := [point for point in _mount_points() if point.is_relative_to(folder.resolve())]:
+        raise LabError(f"{mounted[0]} is mounted inside {folder}, which would be removed: unmount it first")
 
 
 def _mount_points() -> list[Path]:

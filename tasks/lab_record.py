@@ -6,7 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -54,7 +54,8 @@ class Life(BaseModel):
         """Kill it and wait up to ``patience`` seconds until it is gone."""
         if not self.alive:
             return
-        os.kill(self.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
         deadline = time.monotonic() + patience
         while self.alive:
             if time.monotonic() > deadline:

@@ -77,6 +77,33 @@ def test_down_keeps_what_the_lab_did_not_make(state: Path) -> None:
 
 
 @on_a_machine_of_its_own
+def test_a_folder_that_no_lab_made_is_left_alone(state: Path) -> None:
+    for name in ("keys", "kpro6"):
+        (state / "lab" / name).mkdir(parents=True)
+        (state / "lab" / name / "mine").touch()
+    (state / "lab/hosts.yaml").write_text("mine")
+    assert not Lab.remove(state)
+    with pytest.raises(LabError, match=r"lab/keys is there and no lab made it"):
+        Lab.up(state)
+    assert not Lab.remove(state)
+    assert (state / "lab/hosts.yaml").read_text() == "mine"
+    assert all((state / "lab" / name / "mine").exists() for name in ("keys", "kpro6"))
+    assert names() == set()
+
+
+@on_a_machine_of_its_own
+def test_down_deletes_nothing_behind_a_link(state: Path) -> None:
+    lab = Lab.up(state)
+    elsewhere = state / "elsewhere"
+    shutil.move(lab.folder / "keys", elsewhere)
+    (lab.folder / "keys").symlink_to(elsewhere)
+    (lab.host_path("kpro6", "/srv") / "link").symlink_to(elsewhere)
+    lab.down()
+    assert (elsewhere / "ca").exists()
+    assert [entry.name for entry in lab.folder.iterdir()] == ["keys"]
+
+
+@on_a_machine_of_its_own
 def test_down_deletes_nothing_through_a_mount(state: Path) -> None:
     lab = Lab.up(state)
     elsewhere = state / "else where"
