@@ -13,7 +13,7 @@ from rich.text import Text
 from dflash.errors import DFlashError, UsageError
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
-from tasks.actions import LARGEST, Plan, ReadGrant, Verb, escape
+from tasks.actions import LARGEST, Plan, ReadGrant, Verb, escape, is_text
 from tasks.approvals import DEFAULT_SECONDS, ApprovalStore, Request
 from tasks.audit import Audit, show_time
 from tasks.errors import Refused
@@ -90,7 +90,7 @@ def approve(
         if request.status == "pending" and not typer.confirm("approve exactly this?"):
             typer.echo("nothing was decided")
             raise typer.Exit(1)
-    approval = store.approve(request.id, reason=reason or "", ca_key=key, seconds=seconds)
+    approval = store.approve(request.id, reason=reason or "", ca_key=key, seconds=seconds, shown=request)
     by = "the lab's CA, unattended" if known.guard.lab and not sys.stdin.isatty() else "the operator's CA"
     typer.echo(f"approved: {request.id}, signed with {by}")
     typer.echo(f"serial {approval.serial}, until {show_time(approval.not_after)}")
@@ -153,6 +153,8 @@ def request_standing(
     place = known.location(root)
     if place.host is None or not place.host.protected:
         raise UsageError(f"{escape(root)} is not on a protected host, so it needs no approval; name HOST:/root")
+    if not is_text(effect):
+        raise UsageError(f"--effect '{escape(effect)}' is not UTF-8 text; write it again")
     plan = Plan(
         grant=ReadGrant(
             host=place.host.name,

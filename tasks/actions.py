@@ -55,6 +55,11 @@ def normalise_path(text: str) -> str:
     return "/" + posixpath.normpath(path).lstrip("/")
 
 
+def is_text(text: str) -> bool:
+    """Whether ``text`` is Unicode; arguments of a command can hold bytes that are not."""
+    return text.encode("utf-8", "surrogatepass").decode("utf-8", "replace") == text
+
+
 def escape(text: str) -> str:
     """``text`` with every character that could hide or reorder what is shown written as an escape.
 

@@ -16,13 +16,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks import certificates, process
-from tasks.actions import Plan, ReadGrant, escape
-from tasks.audit import CLOCK_TOLERANCE, Audit, show_time
+from tasks.actions import Plan, ReadGrant, escape, is_text
+from tasks.audit import CLOCK_TOLERANCE, LATEST, Audit, show_time
 from tasks.certificates import Certificate, CertificateError, Terms
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
@@ -34,6 +34,9 @@ LONGEST_SECONDS = 24 * 3600
 """Longest validity of an approval that is not standing."""
 
 
+Time = Annotated[float, Field(ge=0, le=LATEST, allow_inf_nan=False)]
+
+
 class Decision(BaseModel):
     """What the operator answered."""
 
@@ -42,7 +45,7 @@ class Decision(BaseModel):
     approved: bool
     operator: str
     reason: str
-    time: float
+    time: Time
 
 
 class Request(BaseModel):
@@ -51,7 +54,7 @@ class Request(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     id: str
-    created: float
+    created: Time
     standing: bool
     plan: Plan
     digest: str
@@ -160,14 +163,19 @@ class ApprovalStore:
         ca_key: Path,
         seconds: int = DEFAULT_SECONDS,
         operator: str | None = None,
+        shown: Request | None = None,
     ) -> Approval:
         """Sign the request's key for ``seconds`` from now. ssh-keygen may ask for the passphrase at the terminal.
+
+        ``shown`` is the request as the operator read it: one whose file was changed meanwhile is refused.
 
         The decision enters the audit chain first and its head is signed into the certificate, so that the log cannot
         lose the decision later. Raises ``Refused`` for a request that is decided, no reason, a host that changed since,
         the wrong CA key or passphrase, and a validity that only a standing approval may have.
         """
         request = self._undecided(request_id, reason)
+        if shown is not None and request != shown:
+            raise Refused(f"request {request.id} was changed while it was shown; look at it again")
         host = self._check_host(request.plan)
         if seconds > LONGEST_SECONDS and not request.standing:
             raise Refused(
@@ -222,6 +230,8 @@ class ApprovalStore:
     def _undecided(self, request_id: str, reason: str) -> Request:
         if not reason.strip():
             raise Refused("a decision needs a reason; give one with --reason")
+        if not is_text(reason):
+            raise Refused(f"the reason '{escape(reason)}' is not UTF-8 text; write it again")
         self._audit.check_clock()
         request = self.get(request_id)
         self._check_still_undecided(request)

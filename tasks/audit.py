@@ -5,6 +5,7 @@ a chain can be cut off without a trace; therefore its head is signed into every 
 takes those heads and finds a log that no longer contains them.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
@@ -22,6 +23,8 @@ from tasks.state import state_dir
 GENESIS = "0" * 64
 CLOCK_TOLERANCE = 2.0
 """Seconds a clock may be corrected backwards between two entries."""
+LATEST = 2.0**37
+"""Seconds since the epoch, in the year 6325; calendars end in 9999."""
 TAIL = 64 * 1024
 """Longest entry in bytes."""
 
@@ -43,8 +46,7 @@ class Audit:
             line = json.dumps(entry, sort_keys=True, separators=(",", ":")).encode()
             if len(line) >= TAIL:
                 raise Refused(f"an audit entry of {len(line)} bytes was refused; the longest is {TAIL - 1}")
-            os.write(descriptor, line + b"\n")
-            os.fsync(descriptor)
+            _write_whole(descriptor, line + b"\n")
             return _hash(line)
 
     def last(self) -> dict[str, Any] | None:
@@ -70,7 +72,7 @@ class Audit:
         for number, line in enumerate(self._lines(), 1):
             try:
                 named = json.loads(line)["prev"]
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 problems.append(f"line {number} is not an audit entry")
                 named = None
             if named is not None and named != previous:
@@ -120,6 +122,18 @@ def _hash(line: bytes) -> str:
     return hashlib.sha256(line).hexdigest()
 
 
+def _write_whole(descriptor: int, line: bytes) -> None:
+    """Write and sync ``line``; a disk that fills up in the middle of it keeps nothing of it."""
+    end = os.fstat(descriptor).st_size
+    try:
+        if os.write(descriptor, line) != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.fsync(descriptor)
+    except OSError:
+        os.ftruncate(descriptor, end)
+        raise
+
+
 def _last_line(descriptor: int, file: Path) -> bytes | None:
     end = os.fstat(descriptor).st_size
     if end == 0:
@@ -135,10 +149,10 @@ def _last_line(descriptor: int, file: Path) -> bytes | None:
 def _entry(line: bytes, file: Path) -> dict[str, Any]:
     try:
         entry = json.loads(line)
-        float(entry["time"])
-        str(entry["event"])
-        str(entry["prev"])
-    except (ValueError, KeyError, TypeError):
+        texts = isinstance(entry["event"], str) and isinstance(entry["prev"], str)
+        if not texts or type(entry["time"]) is not float or not 0 <= entry["time"] <= LATEST:
+            raise ValueError
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise _unusable(file, "a line is not an audit entry") from None
     assert isinstance(entry, dict)
     return entry

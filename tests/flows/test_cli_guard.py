@@ -142,6 +142,7 @@ def test_a_standing_approval_from_request_to_drop(guard: GuardState) -> None:
         ("/local", [], "needs no approval"),
         ("kpro6:/r", ["--verbs", "stat,write"], "'write' is not one of"),
         ("kpro6:/r", ["--rate", "fast"], "not a rate"),
+        ("kpro6:/r", ["--effect", "\udcff"], "not UTF-8"),
         ("nowhere:/r", [], "unknown host"),
     ],
 )

@@ -117,6 +117,8 @@ def test_a_decision_needs_a_reason_and_happens_once(guard: GuardState, store: Ap
             store.approve(request.id, reason=reason, ca_key=guard.ca_key)
         with pytest.raises(Refused, match="needs a reason"):
             store.deny(request.id, reason=reason)
+    with pytest.raises(Refused, match=r"'\\udcff' is not UTF-8"):
+        store.approve(request.id, reason="\udcff", ca_key=guard.ca_key)
     store.approve(request.id, reason="a test", ca_key=guard.ca_key, operator="ada")
     with pytest.raises(Refused, match="is approved already"):
         store.approve(request.id, reason="again", ca_key=guard.ca_key)
@@ -144,6 +146,25 @@ def test_denied_is_denied_and_the_next_try_asks_anew(guard: GuardState, store: A
     with pytest.raises(Refused) as caught:
         store.require(guard.plan())
     assert caught.value.request_id != request.id
+
+
+def test_a_request_that_changes_while_it_is_shown_is_not_approved(guard: GuardState, store: ApprovalStore) -> None:
+    shown = store.request(guard.plan())
+    other = guard.plan("/etc/shadow")
+    file = store.folder / "requests" / f"{shown.id}.json"
+    file.write_text(shown.model_copy(update={"plan": other, "digest": other.digest()}).model_dump_json())
+    with pytest.raises(Refused, match="was changed while it was shown"):
+        store.approve(shown.id, reason="a test", ca_key=guard.ca_key, shown=shown)
+    assert store.get(shown.id).status == "pending"
+
+
+@pytest.mark.parametrize("created", ["NaN", "Infinity", "1e300", "-1"])
+def test_a_time_that_cannot_be_is_a_corrupt_request(guard: GuardState, store: ApprovalStore, created: str) -> None:
+    request = store.request(guard.plan())
+    file = store.folder / "requests" / f"{request.id}.json"
+    file.write_text(file.read_text().replace(f'"created":{request.created}', f'"created":{created}'))
+    with pytest.raises(Refused, match="is corrupt"):
+        store.find(guard.plan())
 
 
 def test_an_unknown_request_lists_the_way(store: ApprovalStore, guard: GuardState) -> None:

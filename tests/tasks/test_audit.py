@@ -1,4 +1,5 @@
 import json
+import resource
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -94,7 +95,20 @@ def test_an_unfinished_line_stops_everything(audit: Audit) -> None:
     assert audit.verify()
 
 
-@pytest.mark.parametrize("content", ["garbage\n", "{}\n", '{"time":"x","event":1,"prev":2}\n', "\0\n"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "garbage\n",
+        "{}\n",
+        '{"time":"x","event":1,"prev":2}\n',
+        "\0\n",
+        '{"time":"1.0","event":"x","prev":"y"}\n',
+        '{"time":NaN,"event":"x","prev":"y"}\n',
+        '{"time":1e300,"event":"x","prev":"y"}\n',
+        '{"time":-1e300,"event":"x","prev":"y"}\n',
+        "[" * 50_000 + "\n",
+    ],
+)
 def test_a_corrupt_log_stops_everything(audit: Audit, content: str) -> None:
     audit.file.write_text(content)
     with pytest.raises(Refused, match="not an audit entry"):
@@ -107,6 +121,23 @@ def test_an_unusable_log_stops_everything(tmp_path: Path) -> None:
     (tmp_path / "audit.jsonl").mkdir()
     with pytest.raises(Refused, match="Is a directory; nothing is approved without it"):
         Audit(tmp_path / "audit.jsonl").append("request")
+
+
+def append_to_a_full_disk(file: Path) -> str:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (file.stat().st_size + 10, resource.RLIM_INFINITY))
+    try:
+        return Audit(file).append("consumption", request="r9")
+    except Refused as refused:
+        return f"refused: {refused}"
+
+
+def test_an_entry_that_does_not_fit_on_the_disk_is_a_refusal_and_leaves_no_trace(audit: Audit) -> None:
+    before = audit.file.read_bytes()
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        assert pool.submit(append_to_a_full_disk, audit.file).result().startswith("refused: audit log")
+    assert audit.file.read_bytes() == before
+    audit.append("request")
+    assert audit.verify() == []
 
 
 def test_a_clock_set_back_stops_everything(audit: Audit, monkeypatch: pytest.MonkeyPatch) -> None:
