@@ -125,10 +125,7 @@ def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
         if not request.ignore_eos:
             written = [completions.until_end(ids, target.eos_token_ids) for ids in written]
         texts, agreement = _tap(target, inputs, written, progress)
-        found = [
-            checks.target_class(target),
-            checks.tap_source(target, inputs.layer_ids, texts[0].tokens),
-        ]
+        found = [checks.target_class(target)]
 
     with phases.phase("drafter", "drafter"):
         drafter = build_drafter(inputs.checkpoint, device=device, dtype=dtype)
@@ -142,6 +139,7 @@ def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
 
     with phases.phase("blocks", "blocks") as progress:
         own_texts = _columns(texts, inputs.layer_ids, drafter.config, target.hidden_size)
+        found.append(checks.tap_source(target, drafter.config.target_layer_ids, own_texts))
         ours = replay(drafter, target, own_texts, max_blocks=request.max_blocks, seed=SEED, progress=progress)
         metrics = summarize(ours.walk, ours.random, seed=SEED)
         theirs: Replay | None = None

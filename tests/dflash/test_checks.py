@@ -65,19 +65,49 @@ def test_target_is_the_causal_lm_class(pair):
     assert checks.target_class(replace(target, model=target.model.model)).status == "fail"
 
 
-def test_hooks_catch_the_hidden_states_of_their_layer(pair):
-    target, _ = pair
-    check = checks.tap_source(target, [1, 3, 5], list(range(2, 40)))
-    assert (check.status, check.measured) == ("pass", 0.0)
+def tapped(target, layer_ids):
+    """Texts with their taps, out of one padded pass."""
+    texts = [list(range(2, 40)), list(range(40, 2, -2)), [7] * 3]
+    padded = torch.zeros(3, 38, dtype=torch.long)
+    for row, tokens in enumerate(texts):
+        padded[row, : len(tokens)] = torch.tensor(tokens)
+    taps = target.taps(padded, layer_ids).taps
+    return [replay.Text(f"p{row}", tokens, 1, taps[row, : len(tokens)]) for row, tokens in enumerate(texts)]
 
 
-def test_a_hook_on_the_next_layer_is_found(pair, monkeypatch):
+def test_taps_are_the_hidden_states_of_their_layer(pair):
     target, _ = pair
+    check = checks.tap_source(target, [1, 3, 5], tapped(target, [1, 3, 5]))
+    assert check.status == "pass"
+    assert check.measured < 1e-5
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda texts: [replace(text, taps=text.taps.roll(1, 0)) for text in texts],
+        lambda texts: [replace(text, taps=text.taps.roll(32, 1)) for text in texts],
+        lambda texts: [replace(texts[0], taps=texts[1].taps), replace(texts[1], taps=texts[0].taps[:19]), texts[2]],
+        lambda texts: [*texts[:2], replace(texts[2], taps=texts[2].taps * float("nan"))],
+    ],
+    ids=["position", "columns", "text", "nan"],
+)
+def test_taps_of_another_place_are_found(pair, fault):
+    target, _ = pair
+    texts = fault(tapped(target, [1, 3, 5]))
+    texts[0] = replace(texts[0], tokens=texts[0].tokens[: len(texts[0].taps)])
+    assert checks.tap_source(target, [1, 3, 5], texts).status == "fail"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_hook_on_the_next_layer_is_found(pair, monkeypatch, dtype):
+    target = Target.load(pair[0].path, device="cpu", dtype=dtype, kernel="torch")
+    assert checks.tap_source(target, [1, 3, 5], tapped(target, [1, 3, 5])).status == "pass"
     shifted = torch.nn.ModuleList([*target.layers[1:], target.layers[0]])
     monkeypatch.setattr(Target, "layers", property(lambda self: shifted))
-    check = checks.tap_source(target, [1, 3, 5], list(range(2, 40)))
+    check = checks.tap_source(target, [1, 3, 5], tapped(target, [1, 3, 5]))
     assert check.status == "fail"
-    assert check.measured > 0.05
+    assert "is not hidden_states[" in check.explanation
 
 
 def blocks(slots_right, count=40):

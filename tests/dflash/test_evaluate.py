@@ -137,6 +137,34 @@ def test_completions_of_a_server_are_measured_as_the_targets_own(request_of, mon
     assert other.settings.completion_agreement == 1 - 1 / (4 * 24)
 
 
+def test_what_a_server_wrote_behind_the_end_token_is_left_out(request_of, monkeypatch, tmp_path):
+    full = run(request_of())
+    end = full.prompts[0].token_ids[7]
+    monkeypatch.setattr(Target, "eos_token_ids", property(lambda self: frozenset({end})))
+    monkeypatch.setattr(completions, "connect", lambda url: Server(url, "sglang"))
+    replies = [prompt.token_ids for prompt in full.prompts]
+    monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: replies)
+    served = run(request_of(server="http://server", ignore_eos=False, output=tmp_path / "served"))
+    assert served.prompts[0].token_ids == completions.until_end(replies[0], frozenset({end}))
+    assert served.prompts[0].tokens <= 8
+
+
+def test_a_drafter_that_is_worse_than_the_reference_is_below_it(request_of, tiny_dense, tmp_path):
+    raw = json.loads((tiny_dense.drafter / "config.json").read_text())
+    report = run(
+        request_of(
+            target=tiny_dense.target,
+            checkpoint=write_drafter(tmp_path / "random", **raw),
+            reference=tiny_dense.drafter,
+            prompts=tiny_dense.prompts,
+            num_prompts=4,
+        )
+    )
+    assert report.valid, report.invalid_because
+    assert report.comparison.difference == report.metrics.tau.pooled - report.reference_metrics.tau.pooled
+    assert report.comparison.ci95[1] < -1
+
+
 def test_num_prompts_and_max_blocks(request_of):
     report = run(request_of(num_prompts=2, max_blocks=3))
     assert [prompt.id for prompt in report.prompts] == ["p0", "p1"]
