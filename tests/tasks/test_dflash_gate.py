@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import struct
@@ -506,7 +507,10 @@ def test_hashing_much_needs_an_approval_of_its_own(program: Program, tree: Path)
 
 @pytest.mark.parametrize(
     "content",
-    ["", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": 0}', '{"more": 1}', '{"files": 1}'],
+    [
+        *("", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": 0}', '{"more": 1}', '{"files": 1}'),
+        *('{"next": NaN}', '{"next": -1.0}', "[" * 50_000),
+    ],
 )
 def test_a_corrupt_budget_serves_nothing(program: Program, tree: Path, content: str) -> None:
     approval = program.operator.approve(path=str(tree / "step.pt"))
@@ -518,6 +522,16 @@ def test_a_budget_that_cannot_be_written_serves_nothing(program: Program, tree: 
     approval = program.operator.approve(path=str(tree / "step.pt"))
     (program.state / f"{approval.serial}-{approval.digest}.json").mkdir()
     assert "nothing is served without it" in program.refusal(approval)
+
+
+def test_a_log_that_is_not_written_whole_serves_nothing(program: Program, tree: Path) -> None:
+    (program.state / "gate.log").write_bytes(b"x" * 8182 + b"\n")
+    approval = program.operator.approve(path=str(tree / "step.pt"))
+    running = program.start(approval)
+    resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (8192, 8192))
+    output, _ = running.communicate(approval.grant.canonical() + b"\n", timeout=60)
+    assert running.returncode == 77
+    assert "log was not written whole" in json.loads(output)["message"]
 
 
 def test_a_missing_or_open_state_folder_serves_nothing(program: Program, tree: Path) -> None:
