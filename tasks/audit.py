@@ -62,14 +62,17 @@ class Audit:
 
     def entries(self) -> Iterator[dict[str, Any]]:
         """Every entry from the oldest on."""
-        for line in self._lines():
+        for line in _lines(self._content()):
             yield _entry(line, self.file)
 
     def verify(self, heads: Iterable[str] = ()) -> list[str]:
         """What is wrong with the log, one sentence each; ``heads`` are those signed into approvals."""
         problems: list[str] = []
         previous, seen = GENESIS, {GENESIS}
-        for number, line in enumerate(self._lines(), 1):
+        content = self._content()
+        if content and not content.endswith(b"\n"):
+            problems.append("the last line is unfinished")
+        for number, line in enumerate(_lines(content), 1):
             try:
                 named = json.loads(line)["prev"]
             except (ValueError, KeyError, TypeError, RecursionError):
@@ -99,9 +102,9 @@ class Audit:
         except OSError as error:
             raise _unusable(self.file, error.strerror or "input/output error") from None
 
-    def _lines(self) -> list[bytes]:
+    def _content(self) -> bytes:
         try:
-            return self.file.read_bytes().splitlines() if self.file.exists() else []
+            return self.file.read_bytes() if self.file.exists() else b""
         except OSError as error:
             raise _unusable(self.file, error.strerror or "input/output error") from None
 
@@ -116,6 +119,10 @@ class Audit:
 def show_time(seconds: float) -> str:
     """Seconds since the epoch as local time to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _lines(content: bytes) -> list[bytes]:
+    return content.removesuffix(b"\n").split(b"\n") if content else []
 
 
 def _hash(line: bytes) -> str:

@@ -88,8 +88,9 @@ def test_a_rewritten_log_is_found_by_a_signed_head(audit: Audit) -> None:
     assert len(audit.verify([head])) == 1
 
 
-def test_an_unfinished_line_stops_everything(audit: Audit) -> None:
-    audit.file.write_text(audit.file.read_text()[:-10])
+@pytest.mark.parametrize("missing", [1, 10])
+def test_an_unfinished_line_stops_everything(audit: Audit, missing: int) -> None:
+    audit.file.write_text(audit.file.read_text()[:-missing])
     with pytest.raises(Refused, match=r"its last line is unfinished.*audit verify"):
         audit.append("request")
     assert audit.verify()
