@@ -2,7 +2,6 @@
 
 import typer
 
-from dflash.errors import run_cli
 from flows import cli_guard, cli_hosts, cli_lab
 from flows.cli_evaluate import evaluate
 from flows.cli_relay import relay
@@ -20,12 +19,3 @@ app.command()(relay)
 app.command()(evaluate)
 app.add_typer(cli_guard.app, name="guard")
 app.add_typer(cli_guard.audit_app, name="audit")
-
-
-def main() -> None:
-    """Entry point of the ``dflash-ops`` command."""
-    run_cli(app)
-
-
-if __name__ == "__main__":
-    main()

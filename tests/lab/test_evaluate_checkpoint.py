@@ -23,7 +23,7 @@ from tests.tiny import Pair
 
 pytestmark = pytest.mark.lab
 
-OPERATOR = [sys.executable, "-m", "flows.cli"]
+OPERATOR = [sys.executable, "-m", "flows"]
 SMALL = ["--max-new-tokens", "24", "--num-prompts", "4", "--ignore-eos"]
 
 

@@ -1,0 +1,18 @@
+"""Entry point of ``dflash-ops``. What takes long to import comes after Ctrl-C means a line and not a traceback."""
+
+from dflash.errors import run_cli
+
+
+def main() -> None:
+    """Run the command line and leave with its exit code."""
+    run_cli(_run)
+
+
+def _run() -> None:
+    from flows.cli import app
+
+    app(prog_name="dflash-ops")
+
+
+if __name__ == "__main__":
+    main()
