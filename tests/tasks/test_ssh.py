@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -190,6 +191,9 @@ def test_a_child_is_its_own_session_and_dies_with_its_thread(operator: Operator)
         argv = ["sleep", "60"]
         started.append(operator.connector.start(operator.infer, argv, stdin=DEVNULL, stdout=DEVNULL, stderr=DEVNULL))
         assert os.getsid(started[0].pid) == started[0].pid
+        # the wish to die with this thread is made by setpriv, which then becomes ssh
+        while Path(f"/proc/{started[0].pid}/comm").read_text().strip() != "ssh":
+            time.sleep(0.01)
 
     thread = threading.Thread(target=start)
     thread.start()
