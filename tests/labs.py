@@ -18,7 +18,7 @@ from tasks import process
 from tasks.lab import Lab, LabBusyError
 from tasks.lab_isolated import can_isolate
 
-PATIENCE = 600.0
+PATIENCE = 240.0  # less than the time-out of one test
 CLONE_NEWNS, CLONE_NEWNET = 0x00020000, 0x40000000
 
 
