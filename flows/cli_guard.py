@@ -21,7 +21,7 @@ from tasks.inventory import Inventory
 from tasks.quantities import duration, rate, show_duration, show_rate, show_size, size
 
 app = typer.Typer(no_args_is_help=True, help="Decide what may happen on a protected host.")
-standing_app = typer.Typer(help="Standing approvals: list, request, drop.")
+standing_app = typer.Typer(help="List the standing approvals; request or drop one.")
 audit_app = typer.Typer(no_args_is_help=True, help="The record of requests, decisions, uses and refusals.")
 app.add_typer(standing_app, name="standing")
 

@@ -30,8 +30,7 @@ def up() -> None:
 def down() -> None:
     """End the lab and remove its hosts with all their files."""
     state = state_dir()
-    if not Lab.remove(state):
-        print(f"there is no lab in {state}")
+    print("lab down" if Lab.remove(state) else f"there is no lab in {state}")
 
 
 @app.command()

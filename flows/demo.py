@@ -48,7 +48,7 @@ def demo(
         try:
             if lab.weaker:
                 _say(f"weaker than as root: {lab.weaker}")
-            _say("training a drafter of the tiny hybrid target, three checkpoints (under a minute, then cached)")
+            _say("training a drafter of the tiny hybrid target, 3 checkpoints (a minute, once)")
             _furnish(lab)
             with lab.entered():
                 _evaluate(lab, reports)
@@ -117,4 +117,5 @@ def _furnish(lab: Lab) -> None:
 
 
 def _say(text: str) -> None:
-    console().print(f"\n[bold]▸[/bold] {text}")
+    # soft: a command in the text can be copied
+    console().print(f"\n[bold]▸[/bold] {text}", soft_wrap=True)

@@ -22,6 +22,9 @@ from tasks.transfer import Progress as Report
 
 PLAIN_AFTER_SECONDS = 2.0
 PLAIN_EVERY_SECONDS = 5.0
+BAR_WIDTH = 12
+FIGURES_WIDTH = 38
+"""Size, rate, time left and the gaps around them."""
 
 HostsFile = Annotated[Path | None, typer.Option("--hosts", help="hosts.yaml; else $DFLASH_HOSTS, else ./hosts.yaml")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
@@ -67,8 +70,13 @@ def shown_progress(what: str) -> Iterator[Report]:
         return
     columns = (DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
     title = TextColumn("{task.description}", markup=False)
-    with Progress(title, BarColumn(), *columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task(escape(what), total=None)
+    terminal = Console(stderr=True)
+    name, room = escape(what), max(1, terminal.width - BAR_WIDTH - FIGURES_WIDTH)
+    if len(name) > room:
+        # the end of a path tells more than its start, and the figures more than either
+        name = f"…{name[len(name) - room + 1 :]}"
+    with Progress(title, BarColumn(BAR_WIDTH), *columns, console=terminal) as bar:
+        task = bar.add_task(name, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
