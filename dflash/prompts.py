@@ -99,7 +99,15 @@ def tokenize(prompts: Sequence[RawPrompt | ChatPrompt], tokenizer: Any, *, think
     ``tokenizer`` is a transformers tokenizer. Raises :class:`ThinkingError` for chats when ``thinking`` is ``None``,
     and :class:`PromptFileError` for chats without a template or a prompt without a token.
     """
+    require_thinking(prompts, thinking)
     return [_encode(prompt, tokenizer, thinking) for prompt in prompts]
+
+
+def require_thinking(prompts: Sequence[RawPrompt | ChatPrompt], thinking: bool | None) -> None:
+    """Raise :class:`ThinkingError` when a prompt is a chat and nobody said whether the target shall think."""
+    chat = next((prompt for prompt in prompts if isinstance(prompt, ChatPrompt)), None)
+    if chat is not None and thinking is None:
+        raise ThinkingError(f"prompt {chat.id!r} is a chat; say --thinking on or --thinking off, τ differs")
 
 
 def has_chats(prompts: Sequence[RawPrompt | ChatPrompt]) -> bool:
@@ -125,8 +133,6 @@ def _parse(line: str, place: str) -> RawPrompt | ChatPrompt:
 def _encode(prompt: RawPrompt | ChatPrompt, tokenizer: Any, thinking: bool | None) -> list[int]:
     if isinstance(prompt, RawPrompt):
         ids = tokenizer(prompt.prompt)["input_ids"]
-    elif thinking is None:
-        raise ThinkingError(f"prompt {prompt.id!r} is a chat; say --thinking on or --thinking off, τ differs")
     elif not tokenizer.chat_template:
         raise PromptFileError(f"prompt {prompt.id!r} is a chat but the target's tokenizer has no chat template")
     else:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dflash.errors import NotValidError, UsageError
-from dflash.prompts import default_prompts
+from dflash.prompts import default_prompts, read_prompts, require_thinking
 from flows.prefect_home import configure_prefect
 from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, show_plan
 from tasks.actions import escape
@@ -37,6 +37,8 @@ def evaluate(
     """Measure checkpoints on the inference host; exit code 3 when a check says a number must not be believed."""
     if thinking not in (None, "on", "off"):
         raise UsageError(f"--thinking {escape(str(thinking))!r} is neither on nor off")
+    chosen = prompts or default_prompts()
+    require_thinking(read_prompts(chosen, limit=num_prompts).prompts, None if thinking is None else thinking == "on")
     connector = Connector.load(hosts)
     host = inference_host(connector.inventory, on)
     sources = [connector.inventory.location(checkpoint) for checkpoint in checkpoints]
@@ -45,7 +47,7 @@ def evaluate(
         show_plan(connector.store, needed, f"{', '.join(checkpoints)} to {host.name}", as_json=as_json)
         return
     suite = Suite(
-        prompts=prompts or default_prompts(),
+        prompts=chosen,
         max_new_tokens=max_new_tokens,
         num_prompts=num_prompts,
         ignore_eos=ignore_eos,

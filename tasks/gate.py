@@ -288,7 +288,10 @@ class GateSession:
             return self._broken(f"it ended with exit status {status}: {said(last) or 'no word'}")
         error = self._connector.failure(self.host, stderr)
         if self.approval is not None and isinstance(error, ConnectionFailed) and "Permission denied" in last:
-            return self._refused(f"sshd did not accept the certificate of approval {self.approval.id}")
+            return self._refused(
+                f"sshd did not accept the certificate of approval {self.approval.id}; its log there says why: look at "
+                "the clocks, at the modes of the CA's and the principals' file, and at the login's shell"
+            )
         return error
 
     def _refused(self, why: str, *, spent: bool = False) -> Refused:

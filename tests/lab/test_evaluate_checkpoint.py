@@ -110,15 +110,26 @@ def test_a_checkpoint_gets_its_number_though_its_source_is_gone(
     assert_published(server, report, source)
 
 
-def test_the_command_without_an_approval_is_refused_and_touches_nothing(furnished: Lab, checkpoint: Path) -> None:
+def test_the_command_without_an_approval_is_refused_and_touches_nothing(
+    furnished: Lab, tiny_hybrid: Pair, checkpoint: Path
+) -> None:
     seen = [furnished.host_path("kpro6", path) for path in ("/var/log/sshd.log", "/var/lib/dflash-gate/gate.log")]
     before = [log.read_bytes() if log.exists() else b"" for log in seen]
-    refused = operate(furnished, "evaluate", place(furnished, checkpoint), *SMALL)
+    refused = operate(
+        furnished, "evaluate", place(furnished, checkpoint), "--prompts", str(tiny_hybrid.prompts), *SMALL
+    )
     assert refused.returncode == 77
     assert refused.stdout == ""
     assert len(refused.stderr.splitlines()) == 1
     assert "dflash-ops guard approve" in refused.stderr
     assert [log.read_bytes() if log.exists() else b"" for log in seen] == before
+
+
+def test_what_the_suite_lacks_is_said_before_an_approval_is_asked_for(furnished: Lab, checkpoint: Path) -> None:
+    asked = operate(furnished, "evaluate", place(furnished, checkpoint))
+    assert asked.returncode == 2
+    assert "--thinking" in asked.stderr
+    assert "guard approve" not in asked.stderr
 
 
 def test_the_command_by_itself_runs_an_embedded_server(
