@@ -172,7 +172,9 @@ def test_a_drafter_for_another_target_is_refused(pair: tuple[Target, Any], chang
 
 def test_a_drafter_for_this_target_fits(pair: tuple[Target, Any]) -> None:
     raw = changed(num_target_layers=LAYERS, nested={"target_layer_ids": [1, 3, 5]})
-    pair[0].require_fit(DrafterConfig.from_dict(raw, source="test"), source="test")
+    fitting = DrafterConfig.from_dict(raw, source="test")
+    pair[0].require_fit(fitting, source="test")  # it raises for one that does not fit
+    assert fitting.num_target_layers == pair[0].num_layers
 
 
 def test_a_vision_language_checkpoint_loads_as_its_text_model(tmp_path: Path) -> None:
