@@ -28,9 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dflash.errors import run_cli
-from tasks.approvals import ApprovalStore
-from tasks.audit import Audit
-from tasks.inventory import Location, load
+from tasks.inventory import Location
 from tasks.lab import GATE_CONFIG, Lab
 from tasks.quantities import show_size, size
 from tasks.relay import plan_relay, relay
@@ -55,9 +53,8 @@ class Bench:
 
     def __init__(self, lab: Lab, scratch: Path) -> None:
         self.lab = lab
-        self.known, audit = load(lab.hosts_file), Audit()
-        self.store = ApprovalStore(self.known, audit)
-        self.connector = Connector(self.known, self.store, audit)
+        self.connector = Connector.load(lab.hosts_file)
+        self.known, self.store = self.connector.inventory, self.connector.store
         self.source, self.destination = lab.host_path("kpro6", SOURCE), lab.host_path("ct129", DESTINATION)
         self.ssh_config = scratch / "ssh_config"
 

@@ -14,9 +14,8 @@ import pytest
 import yaml
 
 from dflash.errors import DFlashError, UsageError
-from tasks import inventory, process
+from tasks import process
 from tasks.approvals import ApprovalStore
-from tasks.audit import Audit
 from tasks.errors import Refused
 from tasks.inventory import Inventory, Location
 from tasks.lab import Lab
@@ -42,9 +41,8 @@ class Desk:
 
     @classmethod
     def of(cls, lab: Lab, hosts: Path | None = None) -> "Desk":
-        known, audit = inventory.load(hosts or lab.hosts_file), Audit()
-        store = ApprovalStore(known, audit)
-        return cls(lab, known, store, Connector(known, store, audit))
+        connector = Connector.load(hosts or lab.hosts_file)
+        return cls(lab, connector.inventory, connector.store, connector)
 
     def place(self, host: str, path: str) -> Location:
         return self.known.location(f"{host}:{self.lab.seen(host, path)}")
