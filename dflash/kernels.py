@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, cast
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from dflash.errors import DFlashError
@@ -26,6 +27,21 @@ _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 
 class KernelError(DFlashError):
     """The asked-for kernel cannot run here, or would mix up packed texts."""
+
+
+def kernel_for(
+    config: PreTrainedConfig, name: Literal["auto", "fla", "torch"], *, device: torch.device | str, source: str
+) -> Kernel | Literal["none"]:
+    """:func:`select_kernel` for a target of this ``config``; "none" where it has no linear attention to compute.
+
+    :class:`KernelError` if ``fla`` was asked for and there is nothing for it to compute: a report that then said "fla"
+    would claim what did not happen, one that said "none" would hide that another target was meant.
+    """
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        return select_kernel(name, device=device)
+    if name == "fla":
+        raise KernelError(f"kernel fla was asked for, but {source} has no linear attention; leave --kernel out")
+    return "none"
 
 
 def select_kernel(name: Literal["auto", "fla", "torch"], *, device: torch.device | str) -> Kernel:

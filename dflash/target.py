@@ -1,7 +1,7 @@
 """The target: loaded as its causal-LM class with every weight accounted for, tapped by hooks, decoded greedily."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +13,7 @@ from transformers import (
     AutoConfig,
     AutoTokenizer,
     DynamicCache,
+    GenerationConfig,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -22,16 +23,16 @@ from transformers import (
 
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
-from dflash.kernels import Kernel, select_kernel
+from dflash.head import blocks_of, scan
+from dflash.kernels import Kernel, kernel_for
 
 # Auto classes decide by files and versions; a vision-language class nests the layers under another path, so taps by
 # path would be silently wrong. A Qwen3.5 vision-language checkpoint is loaded as its text model alone.
-_CAUSAL_LM: dict[str, type[PreTrainedModel]] = {
+CAUSAL_LM: dict[str, type[PreTrainedModel]] = {
     "qwen3": Qwen3ForCausalLM,
     "qwen3_5": Qwen3_5ForCausalLM,
     "qwen3_5_text": Qwen3_5ForCausalLM,
 }
-_HEAD_ROWS = 1024
 _ROWS_AT_ONCE = 32
 
 
@@ -47,11 +48,14 @@ class TargetMismatchError(DFlashError):
 class TapResult:
     """``taps`` [B, S, K·H] in the target's dtype, in the order of the asked-for layers.
 
-    ``argmax`` [B, S] int64: the target's greedy token after each position; None if it was not asked for.
+    ``argmax`` [B, S] int64: the target's greedy token after each position. ``shortfall`` [B, S] float32: the best logit
+    after each position less that of the row's next token, 0 where that is as good as any; the last column is 0. None
+    if they were not asked for.
     """
 
     taps: Tensor
     argmax: Tensor | None
+    shortfall: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -77,11 +81,8 @@ class Target:
     ) -> Self:
         """Load a local directory or a hub name; :class:`TargetLoadError` names each weight at fault."""
         name = str(path)
-        config = _text_config(name)
-        layer_types = getattr(config, "layer_types", None) or ()
-        chosen: Kernel | Literal["none"] = "none"
-        if "linear_attention" in layer_types:
-            chosen = select_kernel(kernel, device=device)
+        config = text_config(name)
+        chosen = kernel_for(config, kernel, device=device, source=name)
         model = _load_exactly(name, config, dtype)
         model.requires_grad_(False).train(False).to(device)
         return cls(name, config, model, load_tokenizer(name), chosen, len(model.state_dict()))
@@ -120,10 +121,7 @@ class Target:
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """What ends a completion: the generation config's word, else the model config's; may be empty."""
-        generation = self.model.generation_config
-        ids = generation.eos_token_id if generation is not None else None
-        ids = self.config.eos_token_id if ids is None else ids
-        return frozenset([ids] if isinstance(ids, int) else ids or ())
+        return end_tokens(self.config, self.model.generation_config)
 
     @property
     def _embedding(self) -> nn.Embedding:
@@ -132,21 +130,14 @@ class Target:
 
     def require_fit(self, config: DrafterConfig, *, source: str) -> None:
         """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
-        pairs = (
-            ("hidden_size", config.hidden_size, self.hidden_size),
-            ("num_target_layers", config.num_target_layers, self.num_layers),
+        require_fit(
+            config,
+            source=source,
+            path=self.path,
+            hidden_size=self.hidden_size,
+            num_layers=self.num_layers,
+            vocab_size=self.vocab_size,
         )
-        for name, drafter, target in pairs:
-            if drafter != target:
-                raise TargetMismatchError(
-                    f"{source}: the drafter's {name} is {drafter}, the target {self.path} has {target}; "
-                    f"evaluate it against the target it was trained on"
-                )
-        if config.mask_token_id >= self.vocab_size:
-            raise TargetMismatchError(
-                f"{source}: mask_token_id {config.mask_token_id} is outside the target's vocabulary of "
-                f"{self.vocab_size} rows; the mask is a row of the target's embedding"
-            )
 
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., H] of ``ids`` [...]."""
@@ -159,30 +150,32 @@ class Target:
         return logits
 
     @torch.no_grad()  # not inference mode: a drafter is trained on these tensors
-    def taps(self, ids: Tensor, layer_ids: Sequence[int], *, argmax: bool = False) -> TapResult:
+    def taps(
+        self, ids: Tensor, layer_ids: Sequence[int], *, argmax: bool = False, shortfall: bool = False
+    ) -> TapResult:
         """Outputs of the blocks ``layer_ids`` for ``ids`` [B, S] in one pass; id L is ``hidden_states[L + 1]``.
 
         Shorter rows are padded on the right with any token: attention, convolution and delta rule are all causal, so
-        no state before the padding can depend on it, and no mask is needed. Logits exist for a few positions at a time.
+        no state before the padding can depend on it, and no mask is needed. Logits exist for a few positions and tokens
+        at a time.
         """
         ids = ids.to(self.device)
         width = self.hidden_size
         taps = torch.empty(*ids.shape, len(layer_ids) * width, dtype=self.dtype, device=self.device)
         with self._tapped(layer_ids, lambda i, output: taps[..., i * width : (i + 1) * width].copy_(output)):
             hidden = self.model.get_submodule("model")(input_ids=ids, use_cache=False).last_hidden_state
-        if not argmax:
+        if not (argmax or shortfall):
             return TapResult(taps, None)
-        best = [self.logits(rows).argmax(-1) for rows in hidden.flatten(0, 1).split(_HEAD_ROWS)]
-        return TapResult(taps, torch.cat(best).view(ids.shape))
+        following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1)
+        head = self.model.get_submodule("lm_head").get_parameter("weight")
+        found = scan(hidden.flatten(0, 1), following.flatten(), blocks_of(head))
+        missed = (found.best - found.wanted).view(ids.shape)
+        missed[:, -1] = torch.where(missed[:, -1].isnan(), missed[:, -1], 0.0)
+        return TapResult(taps, found.token.view(ids.shape) if argmax else None, missed if shortfall else None)
 
     @contextmanager
     def _tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:
-        last = self.num_layers - 1
-        for layer in layer_ids:
-            if not 0 <= layer < last:
-                raise TargetMismatchError(
-                    f"tap {layer} is not a layer before the last of {self.path}, whose layers are 0..{last}"
-                )
+        require_layers(layer_ids, self.num_layers, path=self.path)
         handles = [
             self.layers[layer].register_forward_hook(lambda _module, _inputs, output, i=i: keep(i, output))
             for i, layer in enumerate(layer_ids)
@@ -257,7 +250,44 @@ class Target:
         return completions
 
 
-def _text_config(path: str) -> PreTrainedConfig:
+def require_fit(
+    config: DrafterConfig, *, source: str, path: str, hidden_size: int, num_layers: int, vocab_size: int
+) -> None:
+    """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
+    pairs = (
+        ("hidden_size", config.hidden_size, hidden_size),
+        ("num_target_layers", config.num_target_layers, num_layers),
+    )
+    for name, drafter, target in pairs:
+        if drafter != target:
+            raise TargetMismatchError(
+                f"{source}: the drafter's {name} is {drafter}, the target {path} has {target}; "
+                f"evaluate it against the target it was trained on"
+            )
+    if config.mask_token_id >= vocab_size:
+        raise TargetMismatchError(
+            f"{source}: mask_token_id {config.mask_token_id} is outside the target's vocabulary of "
+            f"{vocab_size} rows; the mask is a row of the target's embedding"
+        )
+
+
+def require_layers(layer_ids: Sequence[int], num_layers: int, *, path: str) -> None:
+    """:class:`TargetMismatchError` unless each of ``layer_ids`` is a layer before the last."""
+    for layer in layer_ids:
+        if not 0 <= layer < num_layers - 1:
+            raise TargetMismatchError(
+                f"tap {layer} is not a layer before the last of {path}, whose layers are 0..{num_layers - 1}"
+            )
+
+
+def end_tokens(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
+    """What ends a completion: the generation config's word, else the model config's; may be empty."""
+    ids = generation.eos_token_id if generation is not None else None
+    ids = config.eos_token_id if ids is None else ids
+    return frozenset([ids] if isinstance(ids, int) else ids or ())
+
+
+def text_config(path: str) -> PreTrainedConfig:
     """The config of the text model, out of a vision-language one where that is what ``path`` holds."""
     if (Path(path).is_absolute() or path.startswith(".")) and not Path(path).is_dir():
         raise TargetLoadError(f"target {path} is not a directory; give a directory with config.json and safetensors")
@@ -265,11 +295,18 @@ def _text_config(path: str) -> PreTrainedConfig:
         config = AutoConfig.from_pretrained(path)
     except Exception as error:  # a malformed file can raise anything from inside transformers
         raise TargetLoadError(f"target {path} has no config that transformers can read: {_first_line(error)}") from None
-    if config.model_type not in _CAUSAL_LM:
+    if config.model_type not in CAUSAL_LM:
         raise TargetLoadError(
-            f"target {path} has model_type {config.model_type}, expected one of {', '.join(sorted(_CAUSAL_LM))}"
+            f"target {path} has model_type {config.model_type}, expected one of {', '.join(sorted(CAUSAL_LM))}"
         )
     text: PreTrainedConfig = config.get_text_config()
+    for quantized in (getattr(config, "quantization_config", None), getattr(text, "quantization_config", None)):
+        if quantized is not None:
+            method = quantized.get("quant_method") if isinstance(quantized, dict) else None
+            raise TargetLoadError(
+                f"target {path} is quantized (quantization_config in its config.json, quant_method {method}); its "
+                f"hidden states are not those a drafter is trained on: give the checkpoint in bfloat16"
+            )
     if config.tie_word_embeddings:
         text.tie_word_embeddings = True
     return text
@@ -277,7 +314,7 @@ def _text_config(path: str) -> PreTrainedConfig:
 
 def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model with no weight missing, left over or misshaped, the vision tower and the MTP head apart."""
-    model_class = _CAUSAL_LM[config.model_type]
+    model_class = CAUSAL_LM[config.model_type]
     try:
         with _report_left_to_us():
             loaded: Any = model_class.from_pretrained(
@@ -289,21 +326,30 @@ def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
         ) from error
     model: PreTrainedModel = loaded[0]
     info: dict[str, Any] = loaded[1]
-    problems = [
-        f"{kind} {_some(sorted(_key(key) for key in info[field]))}"
-        for kind, field in (
-            ("missing", "missing_keys"),
-            ("unexpected", "unexpected_keys"),
-            ("misshaped", "mismatched_keys"),
-        )
-        if info[field]
-    ]
-    if problems:
-        raise TargetLoadError(
-            f"target {path} does not fit {model_class.__name__}: {'; '.join(problems)}; the directory is incomplete or "
-            f"holds another model than its config.json says"
-        )
+    problem = misfit(
+        path,
+        model_class.__name__,
+        missing=info["missing_keys"],
+        unexpected=info["unexpected_keys"],
+        misshaped=[f"{name} {list(found)} for {list(expected)}" for name, found, expected in info["mismatched_keys"]],
+    )
+    if problem:
+        raise TargetLoadError(problem)
     return model
+
+
+def misfit(
+    path: str, class_name: str, *, missing: Collection[str], unexpected: Collection[str], misshaped: Collection[str]
+) -> str | None:
+    """What is wrong with the weights at ``path``, each by name; None if nothing is."""
+    kinds = (("missing", missing), ("unexpected", unexpected), ("misshaped", misshaped))
+    problems = [f"{kind} {_some(sorted(names))}" for kind, names in kinds if names]
+    if not problems:
+        return None
+    return (
+        f"target {path} does not fit {class_name}: {'; '.join(problems)}; the directory is incomplete or "
+        f"holds another model than its config.json says"
+    )
 
 
 @contextmanager
@@ -328,11 +374,6 @@ def load_tokenizer(path: str) -> PreTrainedTokenizerBase:
             f"config.json, safetensors and tokenizer.json"
         ) from None
     return tokenizer
-
-
-def _key(entry: Any) -> str:
-    """A weight's name; misshaped ones come with their two shapes."""
-    return entry if isinstance(entry, str) else f"{entry[0]} {list(entry[1])} for {list(entry[2])}"
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:
