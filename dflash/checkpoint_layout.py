@@ -23,11 +23,13 @@ from typing import Any, BinaryIO, Literal, NoReturn
 
 from dflash.errors import DFlashError
 
-Format = Literal["zlab", "pt"]
+Format = Literal["pt", "step", "zlab", "speculators", "torchspec", "transformers"]
+"""How a checkpoint lies on disk. SpecForge writes z-lab's names and config, so its exports are ``zlab``."""
 
 _MAX_PICKLE = 32 << 20
 _MAX_JSON = 100 << 20
 _LOCAL_HEADER = 30
+_OF_A_STEP = ("drafter.safetensors", "training_state.pt")
 _ZIP_MAGIC = b"PK\x03\x04"
 
 _ITEM_SIZES = {
@@ -154,11 +156,7 @@ def sniff(path: Path) -> Format:
 
 def _sniff(path: Path) -> Format:
     if path.is_dir():
-        if not (path / "config.json").is_file() or not any(path.glob("*.safetensors")):
-            raise NotACheckpointError(
-                f"{path} has no config.json with a *.safetensors file, as a z-lab directory would"
-            )
-        return "zlab"
+        return _sniff_directory(path)
     if not path.exists():
         raise NotACheckpointError(f"{path} does not exist; give a checkpoint file or directory")
     if not path.is_file():
@@ -176,6 +174,88 @@ def _sniff(path: Path) -> Format:
     if path.suffix == ".safetensors":
         raise NotACheckpointError(f"{path} is weights without a config; give the directory that holds its config.json")
     raise NotACheckpointError(f"{path} is neither a torch.save file nor a directory in z-lab's layout")
+
+
+def _sniff_directory(path: Path) -> Format:
+    """By what only one writer leaves there: a manifest, or a key of config.json."""
+    if (path / "manifest.json").is_file():
+        return "step"
+    if left := next((name for name in _OF_A_STEP if (path / name).exists()), None):
+        raise DamagedError(
+            f"{path} has {left} and no manifest.json: this training checkpoint is still being written, or was copied "
+            f"in part; the manifest is written last"
+        )
+    if not (path / "config.json").is_file():
+        raise NotACheckpointError(
+            f"{path} has no config.json with a *.safetensors file, as a z-lab directory would"
+            f"{_instead(path, 'config.json')}"
+        )
+    if not any(path.glob("*.safetensors")):
+        raise NotACheckpointError(
+            f"{path} has a config.json and no *.safetensors file; weights are read from safetensors only"
+            f"{_instead(path, '*.safetensors')}"
+        )
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+    except (ValueError, RecursionError):
+        return "zlab"  # whoever reads the config says what is wrong with it
+    if not isinstance(config, dict):
+        return "zlab"
+    if "speculators_model_type" in config:
+        return "speculators"
+    if config.get("model_type") == "muse_glimmer_assistant":
+        return "transformers"
+    return "torchspec" if "_torchspec_version" in config else "zlab"
+
+
+def _instead(path: Path, wanted: str) -> str:
+    """What a directory without the ``wanted`` file holds, with a step in it named if there is one."""
+    names = sorted(entry.name for entry in path.iterdir())
+    if steps := [name for name in names if name.startswith("step_")]:
+        return f"; it holds checkpoints: give one of them, as {path / steps[-1]}"
+    found = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+    return f"; it holds {found}" if names else f"; it is empty, {wanted} was expected"
+
+
+def weight_files(path: Path, format: Format) -> tuple[Path, ...]:
+    """The files that hold the drafter's tensors, in the order of their names.
+
+    Of a directory with ``model.safetensors.index.json`` those the index names, as every loader takes them; else all
+    its ``*.safetensors``. :class:`DamagedError` names a shard that the index lists and the directory lacks.
+    """
+    if format == "pt":
+        return (path,)
+    if format == "step":
+        return (path / "drafter.safetensors",)
+    index = path / "model.safetensors.index.json"
+    if not index.is_file():
+        return tuple(sorted(path.glob("*.safetensors")))
+    with reading(index):
+        text = index.read_bytes()
+    try:
+        names = sorted(set(json.loads(text)["weight_map"].values()))
+        shards = tuple(path / name for name in names if Path(name).name == name)
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise DamagedError(f"{index} is no index of safetensors shards; copy it again") from None
+    if not shards or len(shards) != len(names):
+        raise DamagedError(f"{index} names no file beside it; copy it again")
+    if lost := [shard.name for shard in shards if not shard.is_file()]:
+        raise DamagedError(f"{index} lists {lost[0]}, which is not there; copy the whole directory")
+    return shards
+
+
+def files_of(path: Path) -> tuple[Path, ...]:
+    """What has to be moved for the drafter at ``path`` to be evaluated elsewhere: no optimizer state of a ``step_N/``.
+
+    Of a single file only the file; its tensors' places are in :func:`read_torch_file`.
+    """
+    format = sniff(path)
+    if format == "pt":
+        return (path,)
+    beside = [path / name for name in ("config.json", "model.safetensors.index.json")]
+    if format == "step":
+        beside += [path / name for name in ("manifest.json", "probe.safetensors", "replay.safetensors")]
+    return (*weight_files(path, format), *(file for file in beside if file.is_file()))
 
 
 def read_torch_file(path: Path) -> TensorFile:

@@ -1,7 +1,7 @@
-"""Drafter checkpoints as torch tensors: a z-lab directory, or an old single file with its optimizer beside the weights.
+"""Drafter checkpoints as torch tensors, whatever layout they lie in (:data:`dflash.checkpoint_layout.Format`).
 
-Only the drafter's tensors are read. Names and shapes are checked against the config before, finite values after; the
-file is hashed and must not have changed meanwhile.
+Only the drafter's tensors are read, under z-lab's names. Names and shapes are checked against the config before, finite
+values after; the files are hashed and must not have changed meanwhile.
 """
 
 import difflib
@@ -27,9 +27,12 @@ from dflash.checkpoint_layout import (
     read_torch_file,
     reading,
     sniff,
+    weight_files,
 )
 from dflash.config import ConfigError, DrafterConfig
 from dflash.drafter import Drafter
+from dflash.formats import ReadConfig, our_name, read_config
+from dflash.manifest import DRAFTER, PROBE, REPLAY, Manifest, read_manifest, require_sha256, verify
 
 ConfigSource = Literal["key config", "config.json beside", "--drafter-config", "reference"]
 
@@ -43,6 +46,9 @@ _TRAINING_KEYS: dict[str, tuple[type, ...]] = {
     "kernel": (str,),
     "recipe": (str,),
 }
+# What a layout may lack and another config of the same drafter can supply.
+_SUPPLIED = ("num_target_layers", "vocab_size")
+_MASK_EMBEDDING = "mask_embedding.pt"
 _HASH_CHUNK = 8 << 20
 
 
@@ -52,7 +58,11 @@ class TensorsError(CheckpointError):
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint whose tensors are located but not read. ``tensors`` maps stripped names to file and place."""
+    """A checkpoint whose tensors are located but not read. ``tensors`` maps z-lab's names to file and place.
+
+    ``notes`` say what its layout leaves open or states otherwise; ``manifest`` and ``sealed``, the same checked, belong
+    to a ``step_N/``, whose sizes and config were verified when it was opened.
+    """
 
     path: Path
     format: Format
@@ -63,6 +73,9 @@ class Opened:
     training: dict[str, Any]
     files: tuple[TensorFile, ...]
     tensors: dict[str, tuple[TensorFile, TensorRecord]]
+    notes: tuple[str, ...] = ()
+    manifest: dict[str, Any] | None = None
+    sealed: Manifest | None = None
 
     def problems(self) -> list[str]:
         """What separates names, shapes and dtypes from the config's; empty if nothing does."""
@@ -73,7 +86,9 @@ class Opened:
 class DrafterCheckpoint:
     """A drafter as it was saved. ``weights`` keep the file's dtype; ``sha256`` is of the weights' file or files.
 
-    ``training`` holds what the file says of its own training, under the names of ``report.json``.
+    ``training`` holds what the file says of its own training, under the names of ``report.json``; ``raw_config`` is in
+    z-lab's layout. Of a ``step_N/`` there are its ``manifest`` as written and, where they are, the files of the
+    ``probe`` and of the batch whose metrics the trainer recorded.
     """
 
     path: Path
@@ -85,6 +100,10 @@ class DrafterCheckpoint:
     weights: dict[str, Tensor]
     sha256: str
     training: dict[str, Any]
+    notes: tuple[str, ...] = ()
+    manifest: dict[str, Any] | None = None
+    probe: Path | None = None
+    metric_replay: Path | None = None
 
 
 def read_checkpoint(
@@ -110,6 +129,10 @@ def read_checkpoint(
         weights=weights,
         sha256=hash_files(opened),
         training=opened.training,
+        notes=opened.notes,
+        manifest=opened.manifest,
+        probe=_part(opened, PROBE),
+        metric_replay=_part(opened, REPLAY),
     )
 
 
@@ -125,33 +148,46 @@ def build_drafter(checkpoint: DrafterCheckpoint, *, device: torch.device | str, 
 def open_checkpoint(path: str | Path, *, drafter_config: Path | None = None, reference: Path | None = None) -> Opened:
     """Locate the drafter's tensors and its config, reading neither optimizer nor weights.
 
-    The config is the file's own ``config``, else ``config.json`` beside it, else ``drafter_config``, else that of the
-    ``reference`` directory. A ``drafter_config`` that contradicts the checkpoint's own config is an error.
+    The config is the file's own ``config``, else ``config.json`` beside or in it, else ``drafter_config``, else that
+    of the ``reference`` directory; the latter two also supply a field that a directory's layout has no key for. A
+    ``drafter_config`` that contradicts the checkpoint's own config is an error.
     """
     path = Path(path)
     kind = sniff(path)
-    if kind == "zlab":
-        files = tuple(read_safetensors_file(shard) for shard in sorted(path.glob("*.safetensors")))
-        content: Mapping[str, Any] = {}
-        beside = path / "config.json"
-        states = [file.content for file in files]
-    else:
-        files = (read_torch_file(path),)
+    manifest: dict[str, Any] | None = None
+    sealed: Manifest | None = None
+    if kind == "pt":
+        files: tuple[TensorFile, ...] = (read_torch_file(path),)
         content = _checkpoint_dict(files[0])
         beside = path.with_name("config.json")
         states = [content["model_state_dict"]]
-    raw_config, source, named = _resolve_config(path, content, beside, drafter_config, reference)
+    else:
+        _refuse_mask_embedding(path)
+        if kind == "step":
+            sealed, manifest = read_manifest(path)
+            verify(path, sealed)
+        files = tuple(read_safetensors_file(shard) for shard in weight_files(path, kind))
+        content = manifest or {}
+        beside = path / "config.json"
+        states = [file.content for file in files]
+    tensors = _named(path, kind, list(zip(files, states, strict=True)))
+    fc = tensors.get("fc.weight")
+    fc_width = fc[1].shape[1] if fc is not None and len(fc[1].shape) == 2 else None
+    found, source = _resolve_config(path, kind, content, beside, drafter_config, reference, fc_width)
     training = _training(content)
     return Opened(
         path=path,
         format=kind,
         step=training.get("step", _step_in_name(path)),
-        config=DrafterConfig.from_dict(raw_config, source=named),
+        config=found.config,
         config_source=source,
-        raw_config=raw_config,
+        raw_config=found.raw,
         training=training,
         files=files,
-        tensors=_strip_prefixes(path, list(zip(files, states, strict=True))),
+        tensors=tensors,
+        notes=found.notes,
+        manifest=manifest,
+        sealed=sealed,
     )
 
 
@@ -207,13 +243,18 @@ def read_tensors(opened: Opened) -> dict[str, Tensor]:
 
 
 def hash_files(opened: Opened) -> str:
-    """sha256 of the weights' file, or of the files of a directory one after the other in the order of their names."""
+    """sha256 of the weights' file, or of the files of a directory one after the other in the order of their names.
+
+    :class:`DamagedError` where the manifest of a ``step_N/`` says another one.
+    """
     digest = hashlib.sha256()
     for layout in opened.files:
         with reading(layout.path), layout.path.open("rb") as file:
             while chunk := file.read(_HASH_CHUNK):
                 digest.update(chunk)
         layout.require_unchanged()
+    if opened.sealed is not None:
+        require_sha256(opened.path / DRAFTER, digest.hexdigest(), opened.sealed)
     return digest.hexdigest()
 
 
@@ -225,60 +266,105 @@ def _checkpoint_dict(layout: TensorFile) -> Mapping[str, Any]:
     return content
 
 
-def _strip_prefixes(
-    path: Path, states: Sequence[tuple[TensorFile, Mapping[str, Any]]]
+def _named(
+    path: Path, kind: Format, states: Sequence[tuple[TensorFile, Mapping[str, Any]]]
 ) -> dict[str, tuple[TensorFile, TensorRecord]]:
-    """Names without what DDP, ``torch.compile`` and a trainer's own module put before them."""
+    """z-lab's names, without what DDP, ``torch.compile`` and a trainer's own module put before them."""
     tensors: dict[str, tuple[TensorFile, TensorRecord]] = {}
     for file, state in states:
         for full_name, value in state.items():
-            name = str(full_name)
-            while prefix := next((p for p in _PREFIXES if name.startswith(p)), None):
-                name = name.removeprefix(prefix)
+            stripped = str(full_name)
+            while prefix := next((p for p in _PREFIXES if stripped.startswith(p)), None):
+                stripped = stripped.removeprefix(prefix)
             if not isinstance(value, TensorRecord):
                 raise TensorsError(f"{path}: model_state_dict has {full_name}, which is not a tensor")
+            name = our_name(kind, stripped)
+            if name is None:
+                continue
             if name in tensors:
                 raise TensorsError(f"{path}: {name} is there twice once prefixes are stripped ({full_name}); keep one")
             tensors[name] = (file, value)
     return tensors
 
 
+def _refuse_mask_embedding(path: Path) -> None:
+    if (path / _MASK_EMBEDDING).exists():
+        raise TensorsError(
+            f"{path} has {_MASK_EMBEDDING}, a mask of its own that vLLM puts in place of the target's row; only "
+            f"drafters that use the target's embedding of mask_token_id are computed here"
+        )
+
+
+def _part(opened: Opened, name: str) -> Path | None:
+    """A file of a ``step_N/`` that its manifest lists and that was brought along."""
+    path = opened.path / name
+    return path if opened.sealed is not None and name in opened.sealed.files and path.is_file() else None
+
+
+Candidate = tuple[dict[str, Any], ConfigSource, str]
+"""A raw config, where it comes from, and how errors name it."""
+
+
 def _resolve_config(
-    path: Path, content: Mapping[str, Any], beside: Path, drafter_config: Path | None, reference: Path | None
-) -> tuple[dict[str, Any], ConfigSource, str]:
-    """The raw config, where it comes from, and how errors name it."""
-    own = content.get("config")
-    candidates: list[tuple[dict[str, Any], ConfigSource, str]] = []
-    # A trainer's own settings under the same key say nothing about the drafter.
-    if isinstance(own, Mapping) and ("dflash_config" in own or "hidden_size" in own):
-        candidates.append((dict(own), "key config", f"{path} (key config)"))
-    elif beside.is_file():
-        candidates.append((_read_json(beside), "config.json beside", str(beside)))
+    path: Path,
+    kind: Format,
+    content: Mapping[str, Any],
+    beside: Path,
+    drafter_config: Path | None,
+    reference: Path | None,
+    fc_width: int | None,
+) -> tuple[ReadConfig, ConfigSource]:
+    own = _own_config(path, kind, content, beside)
+    given: Candidate | None = None
     if drafter_config is not None:
-        given: tuple[dict[str, Any], ConfigSource, str]
         given = (_read_json(drafter_config), "--drafter-config", str(drafter_config))
-        if candidates:
-            _require_agreement(candidates[0], given)
-        candidates.append(given)
-    if not candidates and reference is not None:
-        candidates.append((_read_json(reference / "config.json"), "reference", str(reference / "config.json")))
-    if not candidates:
+    borrowed: Candidate | None = None
+    if reference is not None and (given is None if own is None else kind in ("speculators", "transformers")):
+        borrowed = _config_of_reference(reference)
+    supplied: dict[str, Any] = {}
+    for candidate in (borrowed, given):
+        if candidate is not None:
+            supplied |= {name: candidate[0][name] for name in _SUPPLIED if candidate[0].get(name) is not None}
+    if own is not None:
+        raw, source, named = own
+        found = read_config(kind, raw, source=named, given=supplied, fc_width=fc_width)
+        # A file with nothing but what this layout lacks supplies that and contradicts nothing.
+        if given is not None and not given[0].keys() <= set(_SUPPLIED):
+            _require_agreement(found.config, named, given)
+        return found, source
+    taken = given or borrowed
+    if taken is None:
         raise ConfigError(
             f"{path}: no config (no key config in it, no config.json beside it); hidden_size, num_attention_heads, "
             f"num_key_value_heads, head_dim, rms_norm_eps, rope_theta, block_size, num_target_layers, "
             f"dflash_config.mask_token_id and dflash_config.target_layer_ids are missing; give --drafter-config FILE"
         )
-    return candidates[0]
+    return read_config("zlab", taken[0], source=taken[2], given={}), taken[1]
 
 
-def _require_agreement(
-    own: tuple[dict[str, Any], ConfigSource, str], given: tuple[dict[str, Any], ConfigSource, str]
-) -> None:
-    ours = DrafterConfig.from_dict(own[0], source=own[2]).model_dump()
+def _own_config(path: Path, kind: Format, content: Mapping[str, Any], beside: Path) -> Candidate | None:
+    config = content.get("config")
+    # A trainer's own settings under the same key say nothing about the drafter.
+    if kind == "pt" and isinstance(config, Mapping) and ("dflash_config" in config or "hidden_size" in config):
+        return dict(config), "key config", f"{path} (key config)"
+    return (_read_json(beside), "config.json beside", str(beside)) if beside.is_file() else None
+
+
+def _config_of_reference(reference: Path) -> Candidate:
+    """The reference drafter's config in z-lab's layout, whatever its own is."""
+    named = reference / "config.json"
+    raw = _read_json(named)
+    kind = sniff(reference)
+    if kind in ("speculators", "transformers", "torchspec"):
+        raw = read_config(kind, raw, source=str(named), given={}).config.to_dict()
+    return raw, "reference", str(named)
+
+
+def _require_agreement(ours: DrafterConfig, named: str, given: Candidate) -> None:
     theirs = DrafterConfig.from_dict(given[0], source=given[2]).model_dump()
-    for name, value in ours.items():
+    for name, value in ours.model_dump().items():
         if theirs[name] != value:
-            raise ConfigError(f"{own[2]} says {name} {value}, {given[2]} says {theirs[name]}; leave the wrong one out")
+            raise ConfigError(f"{named} says {name} {value}, {given[2]} says {theirs[name]}; leave the wrong one out")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

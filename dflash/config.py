@@ -5,7 +5,7 @@ how a drafter gets served with another block size or window than it was trained 
 must agree with itself, and a field that would change the forward pass in a way this code does not compute is an error.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -22,7 +22,12 @@ _ONLY_AS = {
     "partial_rotary_factor": (None, 1.0),
 }
 _MOST_LAYERS = 1000
-_KNOWN_IN_DFLASH_CONFIG = {"block_size", "mask_token_id", "mask_token", "target_layer_ids", "causal"}
+_KNOWN_IN_DFLASH_CONFIG = {
+    "block_size", "mask_token_id", "mask_token", "target_layer_ids", "causal", "use_swa", "swa_window_size",
+}  # fmt: skip
+# Values that other writers put there for what is computed here anyway.
+_NEUTRAL_IN_DFLASH_CONFIG = {"projector_type": ("dflash",), "attention_mode": ("gqa", "mha"), "output_multiplier": (1,)}
+_KNOWN_IN_ROPE = {"rope_theta", "rope_type", "partial_rotary_factor"}
 
 
 class ConfigError(DFlashError):
@@ -98,53 +103,55 @@ class DrafterConfig(BaseModel):
     def from_dict(cls, raw: Mapping[str, Any], *, source: str) -> Self:
         """Read z-lab's layout. ``source`` names where it came from in every :class:`ConfigError`.
 
-        ``block_size`` may stand at the top level or in ``dflash_config``, the RoPE base in ``rope_theta`` or
-        ``rope_parameters``; where both are given they must agree.
+        ``block_size``, mask id and taps may stand at the top level or in ``dflash_config``, the RoPE base in
+        ``rope_theta`` or ``rope_parameters``; where both are given they must agree.
         """
         nested, rope = _section(raw, "dflash_config", source), _section(raw, "rope_parameters", source)
         _refuse_other_models(raw, nested, rope, source)
         theta = _agreed(
             source, ("rope_theta", raw.get("rope_theta")), ("rope_parameters.rope_theta", rope.get("rope_theta"))
         )
-        block_size = _agreed(
-            source,
-            ("block_size", raw.get("block_size")),
-            ("dflash_config.block_size", nested.get("block_size")),
-        )
         direct = (
             "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "head_dim", "rms_norm_eps", "vocab_size", "max_position_embeddings", "num_target_layers",
         )  # fmt: skip
-        fields = {name: raw.get(name) for name in direct} | {"rope_theta": theta, "block_size": block_size}
-        taken_from_nested = {name: nested.get(name) for name in ("mask_token_id", "target_layer_ids")}
-        missing = [name for name, value in fields.items() if value is None]
-        missing += [f"dflash_config.{name}" for name, value in taken_from_nested.items() if value is None]
+        either = {
+            name: _agreed(source, (name, raw.get(name)), (f"dflash_config.{name}", nested.get(name)))
+            for name in ("block_size", "mask_token_id", "target_layer_ids")
+        }
+        _require_mask_id(either["mask_token_id"], nested, source)
+        fields = {name: raw.get(name) for name in direct} | {"rope_theta": theta} | either
+        shown = {name: f"dflash_config.{name}" for name in ("mask_token_id", "target_layer_ids")}
+        missing = [shown.get(name, name) for name, value in fields.items() if value is None]
         if missing:
             raise ConfigError(
                 f"{source}: missing {', '.join(missing)}; a drafter's config needs them in z-lab's config.json layout"
             )
-        layer_types = _layer_types(raw, source)
+        layer_types = _layer_types(raw, nested, source)
         try:
-            return cls.model_validate(
+            config = cls.model_validate(
                 fields
                 | {
-                    "mask_token_id": nested["mask_token_id"],
-                    "target_layer_ids": _as_tuple(nested["target_layer_ids"]),
+                    "target_layer_ids": _as_tuple(either["target_layer_ids"]),
                     "layer_types": layer_types,
-                    "sliding_window": raw.get("sliding_window") if "sliding_attention" in layer_types else None,
-                    "causal": _resolve_causal(raw, nested, layer_types),
+                    "sliding_window": _window(raw, nested, source) if "sliding_attention" in layer_types else None,
+                    "causal": _resolve_causal(raw, nested, _stated_types(raw, layer_types)),
                 }
             )
         except ValidationError as error:
             raise ConfigError(f"{source}: {_one_line(error)}") from None
+        require_mask_not_eos(config, _ids(raw.get("eos_token_id")), source=f"{source}: eos_token_id")
+        return config
 
     def to_dict(self) -> dict[str, Any]:
         """z-lab's ``config.json``, readable by every loader known to need one or the other RoPE form.
 
-        ``is_causal`` applies to every layer, so it is written only where the layer types alone would give another rule.
+        ``is_causal`` applies to every layer, so it is written only where all layers have one rule, and left to the
+        layer types where they mix; :class:`ConfigError` where neither says what is meant.
         """
         by_type = tuple(kind == "sliding_attention" for kind in self.layer_types)
-        if self.causal != by_type and len(set(self.causal)) > 1:
+        uniform = len(set(self.causal)) == 1
+        if not uniform and self.causal != by_type:
             raise ConfigError(
                 f"causal {list(self.causal)} with layer_types {list(self.layer_types)} cannot be expressed in a "
                 f"config.json: is_causal applies to every layer"
@@ -152,6 +159,19 @@ class DrafterConfig(BaseModel):
         return {
             "architectures": ["DFlashDraftModel"],
             "model_type": "qwen3",
+            **self.body(),
+            "vocab_size": self.vocab_size,
+            "num_target_layers": self.num_target_layers,
+            "block_size": self.block_size,
+            "dflash_config": {
+                "mask_token_id": self.mask_token_id,
+                "target_layer_ids": list(self.target_layer_ids),
+            },
+        } | ({"is_causal": self.causal[0]} if uniform else {})
+
+    def body(self) -> dict[str, Any]:
+        """The fields of the drafter's own transformer under the names of a Qwen3 config, which every layout has."""
+        return {
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
             "num_hidden_layers": self.num_hidden_layers,
@@ -164,18 +184,11 @@ class DrafterConfig(BaseModel):
             "rope_theta": self.rope_theta,
             "rope_scaling": None,
             "rope_parameters": {"rope_theta": self.rope_theta, "rope_type": "default"},
-            "vocab_size": self.vocab_size,
             "max_position_embeddings": self.max_position_embeddings,
             "layer_types": list(self.layer_types),
             "sliding_window": self.sliding_window,
             "use_sliding_window": self.sliding_window is not None,
-            "num_target_layers": self.num_target_layers,
-            "block_size": self.block_size,
-            "dflash_config": {
-                "mask_token_id": self.mask_token_id,
-                "target_layer_ids": list(self.target_layer_ids),
-            },
-        } | ({} if self.causal == by_type else {"is_causal": self.causal[0]})
+        }
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Name and shape of the 11·L + 3 tensors of a checkpoint (z-lab ``dflash/model.py``)."""
@@ -205,6 +218,19 @@ def default_tap_ids(num_target_layers: int, num_taps: int) -> tuple[int, ...]:
     if num_taps == 1:
         return (num_target_layers // 2,)
     return tuple(round(1 + i * (num_target_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def require_mask_not_eos(config: DrafterConfig, eos_ids: Iterable[int], *, source: str) -> None:
+    """:class:`ConfigError` if the mask is one of ``eos_ids``, which ``source`` says end a sequence.
+
+    A mask that is also a token of the text is learned as that token: blocks are drafted from the embedding of the end
+    of a sequence, and whoever looks for the end in a block finds it in every slot that is not yet drafted.
+    """
+    if config.mask_token_id in set(eos_ids):
+        raise ConfigError(
+            f"{source} has {config.mask_token_id}, which is the drafter's mask_token_id as well; the mask must be a "
+            f"row of the embedding that no text uses: correct the id, or train the drafter with a reserved token"
+        )
 
 
 def _tap_problems(taps: tuple[int, ...], num_target_layers: int) -> list[str]:
@@ -245,12 +271,31 @@ def _refuse_other_models(
             raise ConfigError(f"{source}: {name} is {raw[name]!r}, this drafter is computed only with {neutral[-1]!r}")
     if rope.get("rope_type", "default") != "default":
         raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise ConfigError(
+            f"{source}: rope_parameters.partial_rotary_factor is {rope['partial_rotary_factor']!r}: trainers rotate the "
+            f"whole head and engines a part of it; only a drafter that rotates the whole head is computed here"
+        )
+    if other := sorted(name for name, value in rope.items() if name not in _KNOWN_IN_ROPE and value is not None):
+        raise ConfigError(f"{source}: rope_parameters.{other[0]} is set; only plain RoPE is computed here")
     unknown = sorted(
-        name for name, value in nested.items() if name not in _KNOWN_IN_DFLASH_CONFIG and value not in (None, False)
+        name
+        for name, value in nested.items()
+        if name not in _KNOWN_IN_DFLASH_CONFIG
+        and value not in (None, False)
+        and value not in _NEUTRAL_IN_DFLASH_CONFIG.get(name, ())
     )
     if unknown:
         raise ConfigError(
             f"{source}: dflash_config.{unknown[0]} is set; a drafter with that option would be computed wrongly here"
+        )
+
+
+def _require_mask_id(mask_token_id: Any, nested: Mapping[str, Any], source: str) -> None:
+    if mask_token_id is None and nested.get("mask_token") is not None:
+        raise ConfigError(
+            f"{source}: dflash_config.mask_token is {nested['mask_token']!r} and mask_token_id is missing; look the "
+            f"token up in the target's tokenizer and state its id as dflash_config.mask_token_id"
         )
 
 
@@ -263,18 +308,40 @@ def _agreed(source: str, *places: tuple[str, Any]) -> Any:
     return stated[0][1] if stated else None
 
 
-def _layer_types(raw: Mapping[str, Any], source: str) -> tuple[Any, ...]:
-    """``layer_types``; where it is absent every layer is full, unless the config speaks of windows."""
+def _layer_types(raw: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> tuple[Any, ...]:
+    """``layer_types``; where it is absent every layer is full, unless the config speaks of windows.
+
+    ``dflash_config.use_swa`` (Model-Optimizer's exports) puts a window on every layer where none is called sliding.
+    """
     stated, layers = raw.get("layer_types"), raw["num_hidden_layers"]
-    if stated is None and raw.get("use_sliding_window"):
+    if stated is None and raw.get("use_sliding_window") and not nested.get("use_swa"):
         raise ConfigError(f"{source}: use_sliding_window is set without layer_types; name the type of each layer")
     if isinstance(layers, int) and layers > _MOST_LAYERS:
         raise ConfigError(f"{source}: num_hidden_layers is {layers}, a drafter has at most {_MOST_LAYERS}")
     if stated is None:
-        return ("full_attention",) * layers if isinstance(layers, int) else ()
+        stated = ["full_attention"] * layers if isinstance(layers, int) else []
     if not isinstance(stated, list):
         raise ConfigError(f"{source}: layer_types is {stated!r}, expected a list with one entry a layer")
+    if nested.get("use_swa") and "sliding_attention" not in stated:
+        return ("sliding_attention",) * len(stated)
     return tuple(stated)
+
+
+def _stated_types(raw: Mapping[str, Any], resolved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The types that in-block causality goes by: what ``layer_types`` says, before ``use_swa`` overrides the window."""
+    stated = raw.get("layer_types")
+    return tuple(stated) if isinstance(stated, list) else ("full_attention",) * len(resolved)
+
+
+def _window(raw: Mapping[str, Any], nested: Mapping[str, Any], source: str) -> Any:
+    window = nested.get("swa_window_size")
+    if window is not None and "sliding_attention" not in _stated_types(raw, ()):
+        return window  # no layer is called sliding, so the top-level field is the base model's and means nothing
+    return _agreed(
+        source,
+        ("sliding_window", raw.get("sliding_window")),
+        ("dflash_config.swa_window_size", nested.get("swa_window_size")),
+    )
 
 
 def _resolve_causal(raw: Mapping[str, Any], nested: Mapping[str, Any], layer_types: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -283,6 +350,13 @@ def _resolve_causal(raw: Mapping[str, Any], nested: Mapping[str, Any], layer_typ
         if stated is not None:
             return (stated,) * len(layer_types)
     return tuple(kind == "sliding_attention" for kind in layer_types)
+
+
+def _ids(value: Any) -> tuple[int, ...]:
+    """Token ids of a key that holds one, a list of them, or nothing."""
+    if isinstance(value, int):
+        return (value,)
+    return tuple(one for one in value if isinstance(one, int)) if isinstance(value, list) else ()
 
 
 def _as_tuple(value: Any) -> Any:

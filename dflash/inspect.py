@@ -7,7 +7,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from dflash.checkpoints import ConfigSource, open_checkpoint, read_tensors, value_problems
+from dflash.checkpoint_layout import DamagedError
+from dflash.checkpoints import ConfigSource, Opened, hash_files, open_checkpoint, read_tensors, value_problems
 
 
 class TensorInfo(BaseModel):
@@ -19,7 +20,10 @@ class TensorInfo(BaseModel):
 
 
 class Inspection(BaseModel):
-    """The answer of ``dflash inspect``; ``problems`` is empty for a checkpoint that can be evaluated."""
+    """The answer of ``dflash inspect``; ``problems`` is empty for a checkpoint that can be evaluated.
+
+    ``notes`` are no faults: what the layout leaves open or means otherwise than z-lab's.
+    """
 
     model_config = ConfigDict(frozen=True)
 
@@ -31,6 +35,7 @@ class Inspection(BaseModel):
     config: dict[str, Any]
     config_source: ConfigSource
     training: dict[str, Any]
+    notes: list[str] = []
     problems: list[str]
 
 
@@ -58,5 +63,17 @@ def inspect_checkpoint(
         config=opened.config.to_dict(),
         config_source=opened.config_source,
         training=opened.training,
-        problems=opened.problems() + value_problems(read_tensors(replace(opened, tensors=fitting))),
+        notes=list(opened.notes),
+        problems=_damage(opened) + opened.problems() + value_problems(read_tensors(replace(opened, tensors=fitting))),
     )
+
+
+def _damage(opened: Opened) -> list[str]:
+    """That the weights are not those the manifest of a ``step_N/`` was written for."""
+    if opened.sealed is None:
+        return []
+    try:
+        hash_files(opened)
+    except DamagedError as error:
+        return [str(error)]
+    return []
