@@ -1,14 +1,17 @@
 """Rounds of the replay against transformers' own DFlash verifier: it decodes with caches and shares no code with us."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, MuseGlimmerAssistantConfig, MuseGlimmerAssistantModel
+from transformers import GenerationConfig, MuseGlimmerAssistantModel
 from transformers.generation.candidate_generator import DFlashTokenCandidateGenerator
 
 from dflash.checkpoints import DrafterCheckpoint, build_drafter, read_checkpoint
+from dflash.config import DrafterConfig, LayerType
+from dflash.export import export
 from dflash.target import Target
 from tests.dflash.greedy import greedy_texts, tiny_prompts, walk
 from tests.tiny import Pair
@@ -29,15 +32,51 @@ class PeerRound:
     advance: int
 
 
-def test_rounds_equal_those_of_transformers_own_verifier(tiny_dense: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounds_equal_those_of_transformers_own_verifier(
+    tiny_dense: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target = Target.load(tiny_dense.target, dtype=torch.float32)
     checkpoint = read_checkpoint(tiny_dense.drafter)
-    assistant = as_assistant(checkpoint)
-    prompts = tiny_prompts(tiny_dense, target, PROMPTS)
+    require_equal_rounds(checkpoint, tiny_dense, target, PROMPTS, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("layer_types", "window"),
+    [
+        (("sliding_attention", "full_attention"), 24),
+        pytest.param(("sliding_attention", "sliding_attention"), 24, marks=pytest.mark.slow),
+        pytest.param(("full_attention", "sliding_attention"), 5, marks=pytest.mark.slow, id="narrower than a block"),
+    ],
+)
+def test_windows_are_those_of_transformers_own_class(
+    tiny_dense: Pair,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    layer_types: tuple[LayerType, ...],
+    window: int,
+) -> None:
+    target = Target.load(tiny_dense.target, dtype=torch.float32)
+    plain = read_checkpoint(tiny_dense.drafter)
+    sizes = plain.config.model_dump() | {"layer_types": layer_types, "sliding_window": window}
+    checkpoint = replace(plain, config=DrafterConfig.model_validate(sizes))
+    require_equal_rounds(checkpoint, tiny_dense, target, 2, tmp_path, monkeypatch)
+
+
+def require_equal_rounds(
+    checkpoint: DrafterCheckpoint,
+    pair: Pair,
+    target: Target,
+    count: int,
+    directory: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Our replay and the peer's generation over ``count`` prompts go through the same rounds."""
+    assistant = as_assistant(checkpoint, directory / "export")
+    prompts = tiny_prompts(pair, target, count)
     texts = greedy_texts(target, checkpoint.config.target_layer_ids, prompts, NEW_TOKENS)
     ours = walk(build_drafter(checkpoint, device="cpu", dtype=torch.float32), target, texts)
 
-    assert len(texts) == PROMPTS
+    assert len(texts) == count
     for text in texts:
         written, theirs = decode(target, assistant, text.tokens[: text.prompt_length], monkeypatch)
         mine = [one for one in ours if one.prompt == text.id]
@@ -78,26 +117,9 @@ def decode(
     return written, rounds
 
 
-def as_assistant(checkpoint: DrafterCheckpoint) -> MuseGlimmerAssistantModel:
-    """The drafter as the peer's model: the same weights, two of them under other names."""
-    config = checkpoint.config
-    model = MuseGlimmerAssistantModel(
-        MuseGlimmerAssistantConfig(
-            hidden_size=config.hidden_size,
-            intermediate_size=config.intermediate_size,
-            num_hidden_layers=config.num_hidden_layers,
-            num_attention_heads=config.num_attention_heads,
-            num_key_value_heads=config.num_key_value_heads,
-            head_dim=config.head_dim,
-            rms_norm_eps=config.rms_norm_eps,
-            rope_parameters={"rope_type": "default", "rope_theta": config.rope_theta},
-            max_position_embeddings=config.max_position_embeddings,
-            layer_types=list(config.layer_types),
-            block_size=config.block_size,
-            mask_token_id=config.mask_token_id,
-            target_layer_ids=list(config.target_layer_ids),
-        )
-    )
-    renamed = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
-    model.load_state_dict({renamed.get(name, name): tensor.float() for name, tensor in checkpoint.weights.items()})
+def as_assistant(checkpoint: DrafterCheckpoint, directory: Path) -> MuseGlimmerAssistantModel:
+    """The drafter as the peer loads its export from ``directory``."""
+    export(checkpoint, "transformers", directory, dtype="float32")
+    model, said = MuseGlimmerAssistantModel.from_pretrained(directory, output_loading_info=True)
+    assert not any(said.values()), said
     return model.eval()
