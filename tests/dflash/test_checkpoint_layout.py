@@ -1,3 +1,4 @@
+import json
 import os
 import pickle
 import struct
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from dflash.checkpoint_layout import (
     ChangedError,
@@ -18,15 +20,17 @@ from dflash.checkpoint_layout import (
     NotACheckpointError,
     TensorRecord,
     UnsafePickleError,
+    files_of,
     read_record,
     read_safetensors_file,
     read_torch_file,
     sniff,
+    weight_files,
 )
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, dflash.checkpoint_layout, dflash.config; sys.exit('torch' in sys.modules)"
+    code = "import sys, dflash.checkpoint_layout, dflash.formats, dflash.manifest; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -207,11 +211,80 @@ def test_what_is_not_a_checkpoint_is_said(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [lambda data: data[:-10], lambda data: b"\xff" * 8 + data, lambda data: data[:8]])
 def test_damaged_safetensors_are_named(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    from safetensors.torch import save_file
-
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.ones(3, 4, dtype=torch.bfloat16)}, path)
     assert read_safetensors_file(path).content["a"].shape == (3, 4)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(DamagedError):
         read_safetensors_file(path)
+
+
+def a_directory(path: Path, config: dict[str, Any], *files: str) -> Path:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config))
+    for name in files:
+        save_file({"w": torch.ones(2)}, path / name)
+    return path
+
+
+def test_layouts_are_told_apart_by_what_only_their_writer_leaves(tmp_path: Path) -> None:
+    configs = {
+        "zlab": {"dflash_config": {}, "auto_map": {"AutoModel": "dflash.DFlashDraftModel"}},
+        "speculators": {"speculators_model_type": "dflash"},
+        "torchspec": {"_torchspec_version": "1.0", "dflash_config": {}},
+        "transformers": {"model_type": "muse_glimmer_assistant"},
+    }
+    for format, config in configs.items():
+        assert sniff(a_directory(tmp_path / format, config, "model.safetensors")) == format
+    torch.save({}, tmp_path / "a.pt")
+    assert sniff(tmp_path / "a.pt") == "pt"
+    step = a_directory(tmp_path / "step_1", {}, "drafter.safetensors")
+    (step / "manifest.json").touch()
+    assert sniff(step) == "step"
+
+
+@pytest.mark.parametrize("left", ["drafter.safetensors", "training_state.pt"])
+def test_a_step_without_its_manifest_is_still_being_written(tmp_path: Path, left: str) -> None:
+    step = a_directory(tmp_path / "step_1", {})
+    (step / left).touch()
+    with pytest.raises(DamagedError, match=rf"has {left} and no manifest.json: .* still being written"):
+        sniff(step)
+
+
+def test_a_directory_that_is_no_checkpoint_is_said_with_what_it_holds(tmp_path: Path) -> None:
+    (tmp_path / "run" / "step_900").mkdir(parents=True)
+    with pytest.raises(NotACheckpointError, match=r"it holds checkpoints: give one of them, as .*step_900"):
+        sniff(tmp_path / "run")
+    pickled = a_directory(tmp_path / "pickled", {})
+    (pickled / "pytorch_model.bin").touch()
+    with pytest.raises(NotACheckpointError, match=r"no \*.safetensors file.*it holds config.json, pytorch_model.bin"):
+        sniff(pickled)
+
+
+def test_shards_are_those_the_index_names(tmp_path: Path) -> None:
+    path = a_directory(tmp_path / "a", {}, "model-1.safetensors", "model-2.safetensors", "probe.safetensors")
+    assert len(weight_files(path, "zlab")) == 3
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-2.safetensors", "b": "model-1.safetensors"}}))
+    assert [file.name for file in weight_files(path, "zlab")] == ["model-1.safetensors", "model-2.safetensors"]
+    assert [file.name for file in files_of(path)] == [
+        "model-1.safetensors", "model-2.safetensors", "config.json", "model.safetensors.index.json",
+    ]  # fmt: skip
+    for content, says in (
+        ('{"weight_map": {"a": "model-9.safetensors"}}', "lists model-9.safetensors, which is not there"),
+        ('{"weight_map": {"a": "../model-1.safetensors"}}', "names no file beside it"),
+        ('{"weight_map": {}}', "names no file beside it"),
+        ("[]", "is no index"),
+    ):
+        index.write_text(content)
+        with pytest.raises(DamagedError, match=says):
+            weight_files(path, "zlab")
+
+
+def test_optimizer_state_is_not_among_what_an_evaluation_needs(tmp_path: Path) -> None:
+    step = a_directory(tmp_path / "step_1", {}, "drafter.safetensors", "probe.safetensors")
+    for name in ("manifest.json", "training_state.pt"):
+        (step / name).touch()
+    assert {file.name for file in files_of(step)} == {
+        "config.json", "drafter.safetensors", "manifest.json", "probe.safetensors",
+    }  # fmt: skip

@@ -8,13 +8,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModel
 
 import dflash.checkpoints
-from dflash.checkpoint_layout import ChangedError, CheckpointError, NotACheckpointError
+from dflash.checkpoint_layout import ChangedError, CheckpointError, DamagedError, NotACheckpointError
 from dflash.checkpoints import TensorsError, build_drafter, read_checkpoint
 from dflash.config import ConfigError
+from dflash.formats import their_name, write_config
 from dflash.inspect import inspect_checkpoint
-from tests.dflash.test_config import RAW, changed
+from dflash.manifest import seal
+from tests.dflash.test_config import RAW, changed, read
 from tests.dflash.test_drafter import random_drafter
 
 Weights = dict[str, Tensor]
@@ -43,6 +46,18 @@ def save_zlab(directory: Path, weights: Weights, config: dict[str, Any] = RAW) -
     directory.mkdir(exist_ok=True)
     save_file(weights, directory / "model.safetensors")
     (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+def save_step(directory: Path, weights: Weights, step: int = 400) -> Path:
+    """A training checkpoint as our trainer leaves it."""
+    directory.mkdir()
+    save_file(weights, directory / "drafter.safetensors")
+    save_file({"ids": torch.arange(5)}, directory / "probe.safetensors")
+    save_file({"ids": torch.arange(7)}, directory / "replay.safetensors")
+    (directory / "training_state.pt").write_bytes(b"optimizer")
+    (directory / "config.json").write_text(json.dumps(RAW))
+    seal(directory, step=step, metrics={"loss": 1.5, "streak1": 2.0}, recipe={"loss": "ce", "gamma": 7})
     return directory
 
 
@@ -237,3 +252,168 @@ def test_inspection_of_a_sound_checkpoint(tmp_path: Path) -> None:
     assert {tensor.name: tensor.shape for tensor in inspection.tensors} == {
         n: tuple(t.shape) for n, t in weights.items()
     }
+
+
+def test_a_step_directory_is_read_with_its_manifest(tmp_path: Path) -> None:
+    weights = random_weights()
+    path = save_step(tmp_path / "step_7", weights)
+    checkpoint = read_checkpoint(path)
+    assert (checkpoint.format, checkpoint.step, checkpoint.config_source) == ("step", 400, "config.json beside")
+    assert checkpoint.training == {"step": 400, "loss": 1.5, "streak1": 2.0}
+    assert checkpoint.manifest is not None
+    assert checkpoint.manifest["recipe"] == {"loss": "ce", "gamma": 7}
+    assert checkpoint.sha256 == checkpoint.manifest["files"]["drafter.safetensors"]["sha256"]
+    assert (checkpoint.probe, checkpoint.metric_replay) == (path / "probe.safetensors", path / "replay.safetensors")
+    assert all(torch.equal(checkpoint.weights[name], tensor) for name, tensor in weights.items())
+    assert inspect_checkpoint(path).problems == []
+
+
+def test_a_step_is_read_where_only_what_an_evaluation_needs_was_brought(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "step_7", random_weights())
+    for name in ("training_state.pt", "probe.safetensors"):
+        (path / name).unlink()
+    checkpoint = read_checkpoint(path)
+    assert (checkpoint.probe, checkpoint.metric_replay) == (None, path / "replay.safetensors")
+
+
+def test_a_step_is_loaded_as_it_is_by_who_knows_no_manifest(tmp_path: Path) -> None:
+    """Loaders go by the index; without it transformers finds no weights and vLLM takes the probe for some."""
+    weights = random_weights()
+    path = save_step(tmp_path / "step_7", weights)
+    model, said = AutoModel.from_pretrained(path, output_loading_info=True)
+    assert model.config.model_type == "qwen3"
+    assert set(said["missing_keys"]) == {"embed_tokens.weight"}
+    assert set(said["unexpected_keys"]) == {"fc.weight", "hidden_norm.weight"}
+    assert torch.equal(model.layers[1].mlp.up_proj.weight, weights["layers.1.mlp.up_proj.weight"])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+def edit(path: Path, **changes: Any) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda step: flip(step / "drafter.safetensors"), "drafter.safetensors has sha256"),
+        (lambda step: flip_digit(step / "config.json"), "config.json has sha256"),
+        (lambda step: (step / "drafter.safetensors").write_bytes(b"short"), "has 5 bytes, the manifest says"),
+        (lambda step: (step / "probe.safetensors").write_bytes(b"short"), "has 5 bytes, the manifest says"),
+        (lambda step: (step / "drafter.safetensors").unlink(), "is missing, the manifest lists it"),
+        (lambda step: (step / "manifest.json").unlink(), "still being written"),
+        (lambda step: (step / "manifest.json").write_text("{"), "not readable JSON"),
+        (lambda step: edit(step / "manifest.json", step="x"), "manifest.json: step"),
+        (lambda step: edit(step / "manifest.json", schema=2), "has schema 2, this version reads up to 1"),
+        (lambda step: edit(step / "manifest.json", files={}), "lists no drafter.safetensors"),
+        (lambda step: edit(step / "manifest.json", config_sha256="0"), "sealed with another config"),
+    ],
+)
+def test_a_step_that_is_not_what_its_manifest_says_is_named(
+    tmp_path: Path, damage: Callable[[Path], None], says: str
+) -> None:
+    path = save_step(tmp_path / "step_7", random_weights())
+    damage(path)
+    with pytest.raises(DamagedError) as caught:
+        read_checkpoint(path)
+    assert says in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def flip_digit(config: Path) -> None:
+    """Another block size in as many bytes."""
+    config.write_text(config.read_text().replace('"block_size": 8', '"block_size": 7'))
+
+
+def test_inspection_of_a_step_with_other_weights_than_its_manifest_names(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "step_7", random_weights())
+    flip(path / "drafter.safetensors")
+    assert ["has sha256" in problem for problem in inspect_checkpoint(path).problems] == [True]
+
+
+def save_as(format: str, directory: Path, config: dict[str, Any], weights: Weights, **extra: Tensor) -> Path:
+    raw, _ = write_config(format, read(config), dtype="float32", verifier=None)  # type: ignore[arg-type]
+    return save_zlab(directory, {their_name(format, name): t for name, t in weights.items()} | extra, raw)  # type: ignore[arg-type]
+
+
+BIDIRECTIONAL = changed(is_causal=False)
+
+
+@pytest.mark.parametrize("format", ["speculators", "transformers"])
+def test_other_layouts_come_out_under_z_labs_names(tmp_path: Path, format: str) -> None:
+    weights = random_weights()
+    checkpoint = read_checkpoint(save_as(format, tmp_path / "drafter", BIDIRECTIONAL, weights))
+    assert checkpoint.format == format
+    assert checkpoint.config == read(BIDIRECTIONAL)
+    assert all(torch.equal(checkpoint.weights[name], tensor) for name, tensor in weights.items())
+
+
+def test_the_targets_own_tensors_in_a_speculators_directory_are_left_out(tmp_path: Path) -> None:
+    own = {"embed_tokens.weight": torch.ones(50, 32), "lm_head.weight": torch.ones(50, 32), "d2t": torch.arange(50)}
+    weights = random_weights()
+    path = save_as("speculators", tmp_path / "drafter", BIDIRECTIONAL, weights, **own)
+    assert read_checkpoint(path).weights.keys() == weights.keys()
+    assert inspect_checkpoint(path).notes
+
+
+def test_a_field_the_layout_lacks_comes_from_the_option_or_the_reference(tmp_path: Path) -> None:
+    path = save_as("transformers", tmp_path / "drafter", BIDIRECTIONAL, random_weights())
+    edit(path / "config.json", vocab_size=None)
+    with pytest.raises(ConfigError, match="missing vocab_size"):
+        read_checkpoint(path)
+    reference = save_zlab(tmp_path / "reference", random_weights())
+    assert read_checkpoint(path, reference=reference).config.vocab_size == 50
+    option = tmp_path / "drafter.json"
+    option.write_text(json.dumps({"vocab_size": 60}))
+    found = read_checkpoint(path, drafter_config=option, reference=reference)
+    assert (found.config.vocab_size, found.config_source) == (60, "config.json beside")
+    option.write_text(json.dumps(BIDIRECTIONAL | {"block_size": 4}))
+    with pytest.raises(ConfigError, match=r"says block_size 8, .*drafter.json says 4"):
+        read_checkpoint(path, drafter_config=option)
+
+
+@pytest.mark.parametrize("format", ["speculators", "transformers"])
+def test_a_config_can_be_borrowed_from_a_reference_in_any_layout(tmp_path: Path, format: str) -> None:
+    reference = save_as(format, tmp_path / "reference", BIDIRECTIONAL, random_weights())
+    path = save_pt(tmp_path / "a.pt", random_weights(), config=None)
+    found = read_checkpoint(path, reference=reference)
+    assert (found.config, found.config_source) == (read(BIDIRECTIONAL), "reference")
+
+
+def test_torchspecs_names_and_taps(tmp_path: Path) -> None:
+    theirs = {"fc.weight": "context_proj.weight", "hidden_norm.weight": "context_norm.weight"}
+    theirs["norm.weight"] = "final_norm.weight"
+    weights = random_weights()
+    saved = {theirs.get(name, name): tensor for name, tensor in weights.items()}
+    raw = changed(_torchspec_version="1", nested={"target_layer_ids": None})
+    path = save_zlab(tmp_path / "drafter", saved | {"embed_tokens.weight": torch.ones(50, 32)}, raw)
+    checkpoint = read_checkpoint(path)
+    assert (checkpoint.format, checkpoint.config) == ("torchspec", read(RAW))
+    assert "TorchSpec's rule" in checkpoint.notes[0]
+    assert all(torch.equal(checkpoint.weights[name], tensor) for name, tensor in weights.items())
+
+
+def test_a_sharded_directory_is_read_by_its_index(tmp_path: Path) -> None:
+    weights = random_weights()
+    path = save_zlab(tmp_path / "drafter", {"probe": torch.ones(2)})
+    names = sorted(weights)
+    shards = {"model-1.safetensors": names[:7], "model-2.safetensors": names[7:]}
+    for shard, held in shards.items():
+        save_file({name: weights[name] for name in held}, path / shard)
+    index = {"weight_map": {name: shard for shard, held in shards.items() for name in held}}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert read_checkpoint(path).weights.keys() == weights.keys()
+    (path / "model-2.safetensors").unlink()
+    with pytest.raises(DamagedError, match=r"lists model-2.safetensors, which is not there"):
+        read_checkpoint(path)
+
+
+def test_a_mask_embedding_of_its_own_is_refused(tmp_path: Path) -> None:
+    path = save_zlab(tmp_path / "drafter", random_weights())
+    (path / "mask_embedding.pt").touch()
+    with pytest.raises(TensorsError, match=r"mask_embedding.pt, a mask of its own"):
+        read_checkpoint(path)

@@ -3,7 +3,7 @@ from typing import Any
 
 import pytest
 
-from dflash.config import ConfigError, DrafterConfig, default_tap_ids
+from dflash.config import ConfigError, DrafterConfig, default_tap_ids, require_mask_not_eos
 
 RAW: dict[str, Any] = {
     "architectures": ["DFlashDraftModel"],
@@ -59,15 +59,79 @@ def test_causality_is_resolved_in_the_engines_order(changes: dict[str, Any], cau
     assert read(config.to_dict()).causal == causal
 
 
-def test_mixed_causality_is_written_by_leaving_the_key_out() -> None:
-    assert "is_causal" not in read(RAW).to_dict()
+@pytest.mark.parametrize(
+    ("layer_types", "causal", "written"),
+    [
+        (["sliding_attention"] * 4 + ["full_attention"], (True,) * 4 + (False,), None),  # Qwen3.6-27B-DFlash
+        (["full_attention"] * 5, (False,) * 5, False),
+        (["sliding_attention"] * 5, (False,) * 5, False),
+        (["sliding_attention"] * 5, (True,) * 5, True),
+        (["full_attention"] * 5, (True,) * 5, True),
+        (["sliding_attention"] * 4 + ["full_attention"], (False,) * 5, False),
+    ],
+)
+def test_is_causal_is_written_only_where_it_says_the_same_of_every_layer(
+    layer_types: list[str], causal: tuple[bool, ...], written: bool | None
+) -> None:
+    plain = read(changed(num_hidden_layers=5, layer_types=layer_types))
+    config = DrafterConfig.model_validate(plain.model_dump() | {"causal": causal})
+    raw = config.to_dict()
+    assert raw.get("is_causal") is written
+    assert ("is_causal" in raw) is (written is not None)
+    assert read(raw) == config
+
+
+def test_causality_that_neither_key_nor_types_express_is_an_error() -> None:
     with pytest.raises(ConfigError, match="cannot be expressed"):
         read(RAW).model_copy(update={"causal": (True, False, False)}).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("nested", "layer_types", "causal"),
+    [
+        ({"use_swa": True, "swa_window_size": 16, "causal": False}, ["full_attention"] * 3, (False,) * 3),
+        ({"use_swa": True, "swa_window_size": 16}, None, (False,) * 3),
+        ({"use_swa": True, "swa_window_size": 16}, RAW["layer_types"], (True, True, False)),
+    ],
+)
+def test_windows_of_model_optimizers_exports(
+    nested: dict[str, Any], layer_types: list[str] | None, causal: tuple[bool, ...]
+) -> None:
+    """``use_swa`` slides every layer unless some are called sliding, and causality goes by what the types say."""
+    config = read(changed(layer_types=layer_types, nested=nested))
+    assert config.layer_types == (tuple(RAW["layer_types"]) if layer_types == RAW["layer_types"] else _SLIDING)
+    assert (config.sliding_window, config.causal) == (16, causal)
+    assert read(config.to_dict()) == config
+
+
+_SLIDING = ("sliding_attention",) * 3
 
 
 def test_block_size_and_rope_are_read_from_either_place() -> None:
     assert read(changed(block_size=None, nested={"block_size": 8})) == read(RAW)
     assert read(changed(rope_theta=None, rope_parameters={"rope_theta": 10000.0})) == read(RAW)
+
+
+def test_mask_and_taps_are_read_from_either_place() -> None:
+    moved = changed(mask_token_id=49, target_layer_ids=[1, 5, 9])
+    moved["dflash_config"] = {"projector_type": "dflash", "attention_mode": "gqa"}
+    assert read(moved) == read(RAW)
+
+
+def test_an_export_states_block_size_and_rope_where_each_loader_looks() -> None:
+    raw = read(RAW).to_dict()
+    assert raw["block_size"] == 8
+    assert (raw["rope_theta"], raw["rope_scaling"], raw["rope_parameters"]["rope_theta"]) == (10000, None, 10000)
+
+
+@pytest.mark.parametrize("ids", [49, [3, 49]])
+def test_a_mask_that_ends_sequences_is_an_error(ids: Any) -> None:
+    with pytest.raises(ConfigError, match=r"config.json: eos_token_id has 49, which is the drafter's mask_token_id"):
+        read(changed(eos_token_id=ids))
+    config = read(changed(eos_token_id=[3, 5]))
+    require_mask_not_eos(config, [3, 5], source="the target")
+    with pytest.raises(ConfigError, match=r"the target has 49"):
+        require_mask_not_eos(config, [49, 5], source="the target")
 
 
 def test_layers_are_full_where_the_config_does_not_speak_of_windows() -> None:
@@ -102,6 +166,16 @@ def test_layers_are_full_where_the_config_does_not_speak_of_windows() -> None:
         ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type is 'yarn'"),
         ({"architectures": ["DFlash2DraftModel"]}, "only DFlash-1"),
         ({"nested": {"final_logit_softcapping": 20.0}}, "dflash_config.final_logit_softcapping is set"),
+        ({"nested": {"projector_type": "domino"}}, "dflash_config.projector_type is set"),
+        ({"nested": {"mask_token_id": -1}}, "mask_token_id -1 is outside the vocabulary"),
+        ({"mask_token_id": 48}, "mask_token_id is 48 but dflash_config.mask_token_id is 49"),
+        (
+            {"nested": {"mask_token_id": None, "mask_token": "<|MASK|>"}},
+            "mask_token is '<|MASK|>' and mask_token_id is",
+        ),
+        ({"rope_parameters": {"partial_rotary_factor": 0.25}}, "rope_parameters.partial_rotary_factor is 0.25"),
+        ({"rope_parameters": {"mrope_section": [11, 11, 10]}}, "rope_parameters.mrope_section is set"),
+        ({"nested": {"swa_window_size": 32}}, "sliding_window is 16 but dflash_config.swa_window_size is 32"),
     ],
 )
 def test_faults_are_named_in_one_line(changes: dict[str, Any], says: str) -> None:
