@@ -125,7 +125,7 @@ def decode(
 class Session:
     """One text being decoded: its tokens, the target's cache, the drafter's keys and values, and the taps so far.
 
-    ``logits`` [1, V] are the target's behind the prompt. Once a first token is appended to ``tokens``, the last token
+    ``logits`` [1, V] are the target's behind the prompt, ``cache`` is its cache. Once a first token is appended to ``tokens``, the last token
     is the anchor of the next block and the only one that the target has not read.
     """
 
@@ -138,7 +138,7 @@ class Session:
         self.tokens = list(prompt)
         self._drafter = drafter
         self._target = target
-        self._cache = RollbackCache(target, room=room)
+        self.cache = RollbackCache(target, room=room)
         self._context = [RoomyLayer(room) for _ in drafter.layers]
         self._taps: list[Tensor] = []  # [n, K·H] each, of all tokens that the target has read
         self._block = torch.empty(0)  # [B, K·H], taps of the block under verification
@@ -149,7 +149,7 @@ class Session:
     def read(self, ids: Sequence[int]) -> Tensor:
         """Run the target over ``ids``, which stay in its cache; its logits [1, V] behind the last of them."""
         with self._tapped() as taps:
-            hidden = self._cache.extend(torch.tensor([list(ids)]))
+            hidden = self.cache.extend(torch.tensor([list(ids)]))
         self._taps.append(taps())
         return self._finite(self._target.logits(hidden[:, -1]))
 
@@ -179,20 +179,20 @@ class Session:
     def verify(self, drafted: Sequence[int]) -> Tensor:
         """The target's logits [1, B, V] behind the anchor and each of B-1 drafts; call :meth:`commit` next."""
         with self._tapped() as taps:
-            hidden = self._cache.propose(torch.tensor([[self.tokens[-1], *drafted]]))
+            hidden = self.cache.propose(torch.tensor([[self.tokens[-1], *drafted]]))
         self._block = taps()
         return self._finite(self._target.logits(hidden))
 
     @torch.inference_mode()
     def commit(self, accepted: int, following: Sequence[int]) -> None:
         """Append ``following``, of which the first ``accepted`` are drafts; the target forgets the other drafts."""
-        self._cache.keep(1 + accepted)
+        self.cache.keep(1 + accepted)
         self._taps.append(self._block[: 1 + accepted])
         self.tokens += following
 
     def text(self) -> Text:
         """The text with the taps of all its tokens; the target reads the last one for that if it has not yet."""
-        unread = self.tokens[self._cache.length :]
+        unread = self.tokens[self.cache.length :]
         if unread:
             self.read(unread)
         return Text(self.id, list(self.tokens), self.prompt_length, torch.cat(self._taps).cpu())

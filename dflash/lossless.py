@@ -79,7 +79,8 @@ def read_again(target: Target) -> Logits:
     @torch.inference_mode()
     def logits(tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([list(tokens)], device=target.device)
-        return target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1].float()
+        row: Tensor = target.model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+        return row.float()
 
     return logits
 
