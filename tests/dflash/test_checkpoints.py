@@ -56,7 +56,7 @@ def save_step(directory: Path, weights: Weights, step: int = 400) -> Path:
     save_file({"ids": torch.arange(5)}, directory / "probe.safetensors")
     save_file({"ids": torch.arange(7)}, directory / "replay.safetensors")
     (directory / "training_state.pt").write_bytes(b"optimizer")
-    (directory / "config.json").write_text(json.dumps(RAW))
+    (directory / "config.json").write_text(json.dumps(read(RAW).to_dict()))
     seal(directory, step=step, metrics={"loss": 1.5, "streak1": 2.0}, recipe={"loss": "ce", "gamma": 7})
     return directory
 
