@@ -154,6 +154,7 @@ class Asker:
         self._ways = (_sglang_ways if server.kind == "sglang" else _openai_ways)(
             server, max_new_tokens, ignore_eos, tokenizer
         )
+        self._takes_text = tokenizer is not None
         self._way: _Way | None = None
         self._finding = asyncio.Lock()
 
@@ -170,18 +171,22 @@ class Asker:
 
     async def _find_way(self, prompt: Sequence[int]) -> tuple[Completion, Any]:
         reasons: list[str] = []
+        refusals: list[StatusError] = []
         for way in self._ways:
             try:
                 completion, reply = await self._try(way, prompt)
             except StatusError as error:
                 if error.status not in REFUSED:
                     raise
+                refusals.append(error)
                 reasons.append(str(error))
                 continue
             if completion is not None:
                 self._way = way
                 return completion, reply
             reasons.append(f"server {self._server.url}: no {way.gives}")
+        if self._takes_text and len(refusals) == len(self._ways):
+            raise refusals[-1]  # not even plain text: something is wrong with the request itself
         raise ServerError(
             f"{'; '.join(dict.fromkeys(reasons))}; use a server that gives token ids (SGLang, vLLM ≥ 0.10) or leave "
             f"--server out and the target writes the completions"

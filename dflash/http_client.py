@@ -75,6 +75,7 @@ class Http:
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT),
             limits=httpx.Limits(max_connections=None),
             trust_env=not is_loopback(self.base),
+            verify=self.base.startswith("https://"),  # reading the certificates takes longer than a connection
         )
         return self
 
@@ -175,7 +176,10 @@ async def each(items: Sequence[Item], work: Callable[[Item], Awaitable[Result]],
 
 def is_loopback(url: str) -> bool:
     """Whether ``url`` is on this machine, where no proxy of the environment may be in between."""
-    host = urlsplit(url).hostname or ""
+    try:
+        host = urlsplit(url).hostname or ""
+    except ValueError:
+        return False  # no URL, as the first request will say
     try:
         return ip_address(host).is_loopback
     except ValueError:

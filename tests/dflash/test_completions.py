@@ -1,84 +1,58 @@
-"""Completions from servers that speak SGLang's and vLLM's wire formats."""
+"""Completions from servers that speak SGLang's, vLLM's and ``transformers serve``'s wire formats, and fail."""
 
-import json
+import asyncio
+import os
+import signal
 import threading
-from contextlib import suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+import time
+from pathlib import Path
 
 import pytest
 
-from dflash import completions
-from dflash.completions import ServerError, complete, connect, until_end
-
-
-class WireServer:
-    """Answers ``routes``: path → function of the request's JSON (None for GET) giving (status, answer)."""
-
-    def __init__(self, routes):
-        self.requests = []
-        seen = self.requests
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self):
-                self.answer(None)
-
-            def do_POST(self):
-                self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-
-            def answer(self, body):
-                seen.append((self.path, body))
-                status, answer = routes[self.path](body) if self.path in routes else (404, {"detail": "Not Found"})
-                payload = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
-                with suppress(ConnectionError):  # a client that gave up
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(payload)))
-                    self.end_headers()
-                    self.wfile.write(payload)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}"
-        threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True).start()
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+from dflash import completions, http_client
+from dflash.completions import (
+    Completion,
+    CompletionStore,
+    ServerError,
+    complete,
+    completion_settings,
+    connect,
+    until_end,
+)
+from tests.dflash.servers import (
+    HANG_UP,
+    CutChunks,
+    CutShort,
+    doubled,
+    first,
+    servers,
+    sglang,
+    transformers_serve,
+    vllm,
+    vllm_answer,
+    vllm_card,
+)
 
 
 @pytest.fixture
 def serve():
-    servers = []
-
-    def start(routes):
-        servers.append(WireServer(routes))
-        return servers[-1]
-
-    yield start
-    for server in servers:
-        server.close()
+    with servers() as start:
+        yield start
 
 
-def doubled(prompt):
-    return [2 * token for token in prompt]
+@pytest.fixture
+def quick(monkeypatch):
+    """Retries after hundredths of a second, for up to half a second."""
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.01)
+    monkeypatch.setattr(http_client, "LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(http_client, "PATIENCE", 0.5)
 
 
-def sglang_generate(body):
-    ids = doubled(body["input_ids"])
-    return 200, {"text": "…", "output_ids": ids, "meta_info": {"completion_tokens": len(ids)}}
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dense):
+    from dflash.target import load_tokenizer
 
-
-def vllm_completions(body):
-    ids = doubled(body["prompt"]) if body.get("return_token_ids") else None
-    return 200, {"object": "text_completion", "choices": [{"index": 0, "text": "…", "token_ids": ids}]}
-
-
-SGLANG = {"/get_model_info": lambda body: (200, {"model_path": "m"}), "/generate": sglang_generate}
-VLLM = {
-    "/v1/models": lambda body: (200, {"object": "list", "data": [{"id": "served-name"}]}),
-    "/v1/completions": vllm_completions,
-}
+    return load_tokenizer(tiny_dense.target)
 
 
 def ask(server, prompts, **changes):
@@ -86,42 +60,398 @@ def ask(server, prompts, **changes):
     return complete(connect(server.url), prompts, **settings)
 
 
-@pytest.mark.parametrize("routes", [SGLANG, VLLM], ids=["sglang", "vllm"])
+def ids(*written):
+    return [Completion(tokens) for tokens in written]
+
+
+# --- what is asked, and what comes back
+
+
+@pytest.mark.parametrize("routes", [sglang(), vllm()], ids=["sglang", "vllm"])
 def test_token_ids_go_in_and_come_out_in_the_order_of_the_prompts(serve, routes):
     prompts = [[place, place + 1] for place in range(1, 30)]
     seen = []
-    assert ask(serve(routes), prompts, progress=lambda *at: seen.append(at)) == [doubled(prompt) for prompt in prompts]
-    assert seen[-1] == (29, 29)
+    written = ask(serve(routes), prompts, progress=lambda *at: seen.append(at))
+    assert written == ids(*(doubled(prompt) for prompt in prompts))
+    assert seen == [(done, 29) for done in range(30)]
+
+
+def test_the_order_is_kept_when_the_first_prompt_is_answered_last(serve):
+    others = threading.Barrier(3)
+
+    def generate(body):
+        if body["input_ids"] != [9]:  # the first request finds out how to ask, the next three must be there at once
+            others.wait(10)
+        return sglang()["/generate"](body)
+
+    assert ask(serve(sglang(generate=generate)), [[9], [1], [2], [3]], concurrency=3) == ids([18], [2], [4], [6])
+
+
+def test_no_more_prompts_are_under_way_than_concurrency_says(serve):
+    lock, under_way, most = threading.Lock(), 0, 0
+
+    def generate(body):
+        nonlocal under_way, most
+        with lock:
+            under_way += 1
+            most = max(most, under_way)
+        time.sleep(0.02)
+        with lock:
+            under_way -= 1
+        return sglang()["/generate"](body)
+
+    ask(serve(sglang(generate=generate)), [[place] for place in range(12)], concurrency=3)
+    assert most == 3
 
 
 def test_sglang_is_asked_natively_and_greedily(serve):
-    server = serve(SGLANG)
+    server = serve(sglang())
     ask(server, [[5, 6]], max_new_tokens=7, ignore_eos=True)
-    path, body = server.requests[-1]
-    assert path == "/generate"
-    assert body == {
-        "input_ids": [5, 6],
-        "sampling_params": {"temperature": 0.0, "max_new_tokens": 7, "ignore_eos": True},
-    }
+    sampling = {"temperature": 0.0, "max_new_tokens": 7, "ignore_eos": True}
+    assert server.bodies("/generate") == [{"input_ids": [5, 6], "sampling_params": sampling}]
 
 
 def test_other_servers_are_asked_by_the_openai_interface_under_their_own_model_name(serve):
-    server = serve(VLLM)
+    server = serve(vllm())
     ask(server, [[5, 6]], max_new_tokens=7)
-    path, body = server.requests[-1]
-    assert path == "/v1/completions"
-    assert (body["model"], body["prompt"], body["max_tokens"]) == ("served-name", [5, 6], 7)
+    (body,) = server.bodies("/v1/completions")
+    assert (body["model"], body["prompt"], body["max_tokens"]) == ("served", [5, 6], 7)
     assert (body["temperature"], body["ignore_eos"], body["return_token_ids"]) == (0.0, False, True)
 
 
+def test_an_sglang_that_gives_text_is_asked_for_its_log_probabilities_once_and_then_always(serve):
+    """Before ``output_ids`` the ids were in ``meta_info.output_token_logprobs``: [log probability, id, text]."""
+
+    def generate(body):
+        entries = [[-0.5, token, None] for token in doubled(body["input_ids"])]
+        meta = {"completion_tokens": len(entries)} | (
+            {"output_token_logprobs": entries} if body.get("return_logprob") else {}
+        )
+        return 200, {"text": "…", "meta_info": meta}
+
+    server = serve(sglang(generate=generate))
+    assert ask(server, [[1], [2], [3]], concurrency=1) == ids([2], [4], [6])
+    assert [body.get("return_logprob", False) for body in server.bodies("/generate")] == [False, True, True, True]
+
+
+def test_a_vllm_from_before_return_token_ids_gives_ids_as_the_tokens_of_log_probabilities(serve):
+    def complete_(body):
+        written = doubled(body["prompt"])
+        asked = body.get("return_tokens_as_token_ids") and body.get("logprobs")
+        logprobs = {"tokens": [f"token_id:{token}" for token in written]} if asked else None
+        return 200, vllm_answer(written, logprobs=logprobs)
+
+    assert ask(serve(vllm(complete_)), [[1, 2], [3]]) == ids([2, 4], [6])
+
+
+def test_ids_that_are_fewer_than_the_server_counts_are_not_taken(serve):
+    def generate(body):
+        return 200, {"text": "…", "output_ids": [8], "meta_info": {"completion_tokens": 5}}
+
+    with pytest.raises(ServerError, match="no token ids in output_ids"):
+        ask(serve(sglang(generate=generate)), [[1]])
+
+
+def test_short_and_empty_completions_come_as_they_are_and_long_ones_are_cut(serve):
+    lengths = {1: 0, 2: 1, 3: 20}
+
+    def generate(body):
+        written = [7] * lengths[body["input_ids"][0]]
+        meta = {"completion_tokens": len(written), "finish_reason": {"type": "stop", "matched": 7}}
+        return 200, {"text": "", "output_ids": written, "meta_info": meta}
+
+    assert ask(serve(sglang(generate=generate)), [[1], [2], [3]], max_new_tokens=8) == ids([], [7], [7] * 8)
+
+
+def test_a_completion_ends_with_the_first_end_token():
+    assert until_end([5, 7, 9, 7], frozenset({7, 9})) == [5, 7]
+    assert until_end([5, 6], frozenset({7})) == [5, 6]
+    assert until_end([5, 6], frozenset()) == [5, 6]
+
+
+# --- servers that give text only
+
+
+def test_a_server_of_text_is_asked_with_text_and_its_answers_are_tokenised_and_flagged(serve, tokenizer):
+    prompts = [tokenizer(text)["input_ids"] for text in ("def add(a, b):", "class Model:", "def f(x):")]
+    server = serve(transformers_serve(lambda prompt: f"\n    return {len(prompt)}"))
+    written = ask(server, prompts, tokenizer=tokenizer, max_new_tokens=32)
+    assert all(completion.retokenized for completion in written)
+    assert [tokenizer.decode(prompt + one.ids) for prompt, one in zip(prompts, written, strict=True)] == [
+        "def add(a, b):\n    return 14",
+        "class Model:\n    return 12",
+        "def f(x):\n    return 9",
+    ]
+    bodies = server.bodies("/v1/completions")
+    assert bodies[-1] == {"model": "m", "prompt": "def f(x):", "max_tokens": 32, "temperature": 0.0}
+    assert sum(not isinstance(body["prompt"], str) for body in bodies) == 3, "only the first prompt tries other ways"
+
+
+def test_a_server_that_takes_token_ids_but_gives_text_is_read_the_same_way(serve, tokenizer):
+    prompt = tokenizer("def add(a, b):")["input_ids"]
+
+    def complete_(body):
+        return 200, {"choices": [{"index": 0, "text": " return a", "finish_reason": "stop"}]}
+
+    (written,) = ask(serve(vllm(complete_)), [prompt], tokenizer=tokenizer)
+    assert written == Completion(tokenizer(" return a")["input_ids"], retokenized=True)
+
+
+def test_where_prompt_and_completion_merge_the_prompts_ids_stay(serve, tokenizer):
+    """Tokenised together, "def r" + "eturn x" are other tokens than the prompt's own."""
+    prompt, completion = tokenizer("def r")["input_ids"], "eturn x"
+    together = tokenizer("def return x")["input_ids"]
+    assert together[: len(prompt)] != prompt, "the fixture's tokenizer no longer merges here: choose another seam"
+    (written,) = ask(serve(transformers_serve(lambda _: completion)), [prompt], tokenizer=tokenizer)
+    assert written.ids == tokenizer(completion)["input_ids"]
+
+
+def test_what_depends_on_the_text_before_is_tokenised_with_it(serve):
+    """A sentencepiece-like tokenizer puts a space before every text, so a completion alone would get one too."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<unk>": 0, "▁a": 1, "▁b": 2, "c": 3, "▁": 4}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Metaspace(prepend_scheme="always"), pre_tokenizers.Split("c", "isolated")]
+    )
+    words.decoder = decoders.Metaspace(prepend_scheme="always")
+    spaced = PreTrainedTokenizerFast(tokenizer_object=words)
+    (written,) = ask(serve(transformers_serve(lambda prompt: "c b")), [[1]], tokenizer=spaced)
+    assert written.ids == [3, 2]
+
+
+def test_a_start_token_that_the_server_puts_itself_is_not_sent_twice(serve):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2}, unk_token="a"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    starting = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>")
+    server = serve(transformers_serve(lambda prompt: " b"))
+    assert ask(server, [starting("a")["input_ids"]], tokenizer=starting) == [Completion([2], retokenized=True)]
+    assert server.bodies("/v1/completions")[-1]["prompt"] == "a"
+
+
+def test_half_a_character_at_the_token_limit_is_left_out(serve, tokenizer):
+    prompt = tokenizer("def f")["input_ids"]
+    (written,) = ask(serve(transformers_serve(lambda _: "(x)\ufffd")), [prompt], tokenizer=tokenizer)
+    assert tokenizer.decode(written.ids) == "(x)"
+
+
+def test_an_empty_text_is_an_empty_completion(serve, tokenizer):
+    prompt = tokenizer("def f")["input_ids"]
+    assert ask(serve(transformers_serve(lambda _: "")), [prompt], tokenizer=tokenizer) == [Completion([], True)]
+
+
+def test_a_prompt_that_no_text_stands_for_is_an_error_on_a_server_of_text(serve, tokenizer):
+    pairs = ([one, other] for one in range(3, 300) for other in range(3, 300))
+    strange = next(ids for ids in pairs if not round_trips(tokenizer, ids))
+    with pytest.raises(ServerError, match="has no text that the tokenizer reads as its token ids"):
+        ask(serve(transformers_serve(lambda _: "x")), [strange], tokenizer=tokenizer)
+
+
+def round_trips(tokenizer, tokens):
+    return tokenizer(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))["input_ids"] == tokens
+
+
+def test_text_without_a_tokenizer_is_refused_with_what_to_do(serve):
+    def complete_(body):
+        return 200, {"choices": [{"index": 0, "text": "def"}]}
+
+    with pytest.raises(ServerError, match=r"no token ids in choices\[0\].token_ids.*use a server that gives token ids"):
+        ask(serve(vllm(complete_)), [[1]])
+    with pytest.raises(ServerError, match=r"Unexpected fields.*use a server that gives token ids"):
+        ask(serve(transformers_serve(lambda _: "x")), [[1]])
+
+
+def test_a_server_that_cannot_ignore_the_end_says_so(serve, tokenizer):
+    prompt = tokenizer("def f")["input_ids"]
+    with pytest.raises(ServerError, match=r"Unexpected fields in the request: .'ignore_eos'"):
+        ask(serve(transformers_serve(lambda _: "x")), [prompt], tokenizer=tokenizer, ignore_eos=True)
+
+
+# --- which model
+
+
+def test_the_report_can_name_what_was_served(serve):
+    assert connect(serve(sglang()).url).model == "/models/Qwen3.6-27B"
+    assert (connect(serve(vllm()).url).model, connect(serve(vllm()).url).root) == ("served", "/models/m")
+
+
+def test_the_older_name_of_sglangs_page_is_known(serve):
+    older = {("/get_model_info" if path == "/model_info" else path): route for path, route in sglang().items()}
+    assert connect(serve(older).url).kind == "sglang"
+
+
 def test_the_url_may_end_with_v1(serve):
-    assert connect(serve(VLLM).url + "/v1/").kind == "openai"
+    assert connect(serve(vllm()).url + "/v1/").kind == "openai"
 
 
-def test_a_server_that_gives_text_only_is_refused(serve):
-    text_only = VLLM | {"/v1/completions": lambda body: (200, {"choices": [{"index": 0, "text": "def"}]})}
-    with pytest.raises(ServerError, match=r"no token ids in choices\[0\].token_ids"):
-        ask(serve(text_only), [[1]])
+def test_aliases_and_adapters_are_not_other_models(serve):
+    cards = [vllm_card("a"), vllm_card("b"), vllm_card("lora", root="/adapters/x", parent="a")]
+    assert connect(serve(vllm(cards=cards)).url).model == "a"
+
+
+def test_among_several_models_the_wanted_one_must_be_named(serve):
+    server = serve(vllm(cards=[vllm_card("a", root="/models/a"), vllm_card("b", root="/models/b")]))
+    with pytest.raises(ServerError, match=r"serves several models \(a, b\)"):
+        connect(server.url)
+    assert connect(server.url, "b").model == connect(server.url, "/models/b").model == "b"
+    with pytest.raises(ServerError, match="serves a, b, not c"):
+        connect(server.url, "c")
+    with pytest.raises(ServerError, match=r"serves /models/Qwen3\.6-27B, not c"):
+        connect(serve(sglang()).url, "c")
+    assert connect(serve(sglang()).url, "Qwen3.6-27B").kind == "sglang"
+
+
+def test_a_model_that_is_no_longer_served_is_named(serve):
+    server = serve(vllm())
+    known = connect(server.url)
+    gone = completions.Server(known.url, known.kind, "old-name")
+    with pytest.raises(ServerError, match=r"404.*asked for 'old-name'.*is another one served now"):
+        complete(gone, [[1]], max_new_tokens=4, ignore_eos=False, progress=lambda done, total: None)
+
+
+# --- trouble that passes
+
+
+@pytest.mark.parametrize(
+    "trouble",
+    [
+        HANG_UP,
+        (200, CutShort(b'{"output_ids": [1')),
+        (200, CutChunks([b'{"output_ids"', b": [1"])),
+        (429, {"error": "busy"}, {"Retry-After": "0"}),
+        (500, b"CUDA error"),
+        (503, b"loading", {"Retry-After": "Sun, 06 Nov 1994 08:49:37 GMT"}),
+        (408, b""),
+        (200, {"text": "", "output_ids": [1], "meta_info": {"finish_reason": {"type": "abort", "message": "x"}}}),
+    ],
+    ids=["hang-up", "cut-body", "cut-chunks", "429", "500", "503", "408", "aborted"],
+)
+def test_trouble_that_passes_is_waited_out_and_costs_no_prompt(serve, quick, trouble):
+    ordinary = sglang()["/generate"]
+    server = serve(sglang(generate=first(ordinary, trouble, trouble, ordinary)))
+    assert ask(server, [[1], [2], [3]], concurrency=1) == ids([2], [4], [6])
+    assert len(server.bodies("/generate")) == 5
+
+
+def test_retry_after_is_honoured(serve, quick):
+    asked = []
+
+    def generate(body):
+        asked.append(time.monotonic())
+        if len(asked) == 1:
+            return 429, {"error": "busy"}, {"Retry-After": "0.3"}
+        return sglang()["/generate"](body)
+
+    ask(serve(sglang(generate=generate)), [[1]])
+    assert asked[1] - asked[0] >= 0.3
+
+
+def test_a_server_that_asks_for_more_patience_than_there_is_is_an_error_at_once(serve, quick):
+    busy = serve(sglang(generate=lambda body: (429, {"error": "busy"}, {"Retry-After": "3600"})))
+    with pytest.raises(ServerError, match="answered 429 Too Many Requests"):
+        ask(busy, [[1]])
+    assert len(busy.bodies("/generate")) == 1
+
+
+def test_a_server_that_is_started_again_within_the_limit_is_survived(serve, monkeypatch, caplog):
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.02)
+    down = threading.Event()
+    server = serve(sglang(generate=first(sglang()["/generate"], sglang()["/generate"], lambda body: stop())))
+
+    def stop():
+        if not down.is_set():
+            down.set()
+            threading.Thread(target=restart).start()
+        return HANG_UP
+
+    def restart():
+        server.close()
+        time.sleep(0.2)
+        serve(sglang(), server.port)
+
+    prompts = [[place] for place in range(1, 12)]
+    assert ask(server, prompts, concurrency=4) == ids(*([2 * place] for place in range(1, 12)))
+    assert "trying again for up to 300 s" in caplog.text
+
+
+# --- trouble that stays
+
+
+def test_a_server_that_stays_dead_is_one_error_that_says_how_far_it_got(serve, quick, tmp_path):
+    ordinary = sglang()["/generate"]
+    dying = serve(sglang(generate=first(ordinary, ordinary, ordinary, HANG_UP)))
+    prompts = [[place] for place in range(1, 9)]
+    with pytest.raises(ServerError, match=r"no answer.*3 of 8 prompts were done, they are lost; with --cache DIR"):
+        ask(dying, prompts)
+    settings = completion_settings(connect(dying.url), max_new_tokens=8, ignore_eos=False)
+    store = CompletionStore.open(tmp_path / "completions.jsonl", settings)
+    dying = serve(sglang(generate=first(ordinary, ordinary, ordinary, HANG_UP)))
+    with pytest.raises(ServerError, match=r"3 of 8 prompts were done, they are kept: the same command"):
+        ask(dying, prompts, store=store)
+
+    well = serve(sglang())
+    seen = []
+    again = CompletionStore.open(tmp_path / "completions.jsonl", settings)
+    assert ask(well, prompts, store=again, progress=lambda *at: seen.append(at)) == ids(*([2 * n] for n in range(1, 9)))
+    assert seen[0] == (3, 8)
+    assert len(well.bodies("/generate")) == 5, "what was there is not asked again"
+    assert ask(well, prompts, store=CompletionStore.open(tmp_path / "completions.jsonl", settings)) == ids(
+        *([2 * n] for n in range(1, 9))
+    )
+    assert len(well.bodies("/generate")) == 5
+
+
+def test_an_internal_error_that_comes_every_time_is_not_tried_for_minutes(serve, monkeypatch):
+    monkeypatch.setattr(http_client, "FIRST_WAIT", 0.001)
+    broken = serve(sglang(generate=lambda body: (500, b"CUDA out\nof memory")))
+    with pytest.raises(ServerError, match="answered 500 Internal Server Error: CUDA out of memory"):
+        ask(broken, [[1]])
+    assert len(broken.bodies("/generate")) == http_client.ATTEMPTS
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 413])
+def test_a_refusal_is_not_tried_again(serve, quick, status):
+    refusing = serve(sglang(generate=lambda body: (status, {"detail": "no"})))
+    with pytest.raises(ServerError, match=f"answered {status}"):
+        ask(refusing, [[1], [2]])
+    assert len(refusing.bodies("/generate")) == 1
+
+
+def test_a_prompt_beyond_the_context_is_told_in_the_servers_words(serve, tokenizer):
+    too_long = "This model's maximum context length is 2048 tokens. However, your prompt contains 3000"
+
+    def complete_(body):
+        return 400, {"error": {"message": too_long, "type": "BadRequestError", "param": "input_tokens", "code": 400}}
+
+    with pytest.raises(ServerError, match="maximum context length is 2048 tokens"):
+        ask(serve(vllm(complete_)), [tokenizer("def f")["input_ids"]], tokenizer=tokenizer)
+
+
+def test_a_server_that_hangs_is_named_and_so_is_one_that_trickles(serve, monkeypatch):
+    released = threading.Event()
+    monkeypatch.setattr(completions, "TIMEOUT", 0.2)
+    try:
+        hanging = serve(sglang(generate=lambda body: released.wait(10) and (200, {})))
+        with pytest.raises(ServerError, match="no answer within"):
+            ask(hanging, [[1]])
+        with pytest.raises(ServerError, match="no answer within"):
+            ask(serve(sglang(generate=lambda body: (200, Trickle()))), [[1]])
+    finally:
+        released.set()
+
+
+class Trickle(CutChunks):
+    """A byte every 20 ms for two seconds."""
+
+    def __iter__(self):
+        for _ in range(100):
+            time.sleep(0.02)
+            yield b" "
 
 
 @pytest.mark.parametrize(
@@ -130,28 +460,20 @@ def test_a_server_that_gives_text_only_is_refused(serve):
 )
 def test_an_answer_of_another_form_is_named(serve, answer):
     with pytest.raises(ServerError, match=r"no token ids in choices\[0\].token_ids"):
-        ask(serve(VLLM | {"/v1/completions": lambda body: (200, answer)}), [[1]])
+        ask(serve(vllm(lambda body: (200, answer))), [[1]])
     with pytest.raises(ServerError, match="answers neither /model_info"):
         connect(serve({"/v1/models": lambda body: (200, {"data": answer})}).url)
 
 
-class CutShort(bytes):
-    """Announced as 1000 bytes, sent as they are."""
-
-    def __len__(self):
-        return 1000
+def test_an_answer_that_is_not_json_is_named(serve):
+    with pytest.raises(ServerError, match="the answer is not JSON"):
+        ask(serve(sglang(generate=lambda body: (200, b'{"output_ids": [1'))), [[1]])
 
 
-def test_an_answer_that_ends_too_soon_is_named(serve):
-    dying = SGLANG | {"/generate": lambda body: (200, CutShort(b'{"output_ids": [1'))}
-    with pytest.raises(ServerError, match="no answer"):
-        ask(serve(dying), [[1]])
-
-
-def test_an_error_of_the_server_is_quoted_in_one_line(serve):
-    broken = SGLANG | {"/generate": lambda body: (500, b"CUDA out\nof memory")}
-    with pytest.raises(ServerError, match="answered 500 Internal Server Error: CUDA out of memory"):
-        ask(serve(broken), [[1]])
+def test_an_answer_that_changes_its_form_in_the_middle_is_named(serve):
+    changed = serve(sglang(generate=first(sglang()["/generate"], (200, {"text": "x", "meta_info": {}}))))
+    with pytest.raises(ServerError, match="no token ids in output_ids of /generate, which it gave before"):
+        ask(changed, [[1], [2]])
 
 
 def test_something_else_on_the_port_is_named(serve):
@@ -159,6 +481,8 @@ def test_something_else_on_the_port_is_named(serve):
         connect(serve({}).url)
     with pytest.raises(ServerError, match="the answer is not JSON"):
         connect(serve({"/model_info": lambda body: (200, b"<html>")}).url)
+    with pytest.raises(ServerError, match="answered 401"):
+        connect(serve({"/model_info": lambda body: (401, {"error": "Unauthorized"})}).url)
 
 
 def test_no_server_at_all_is_named():
@@ -166,20 +490,83 @@ def test_no_server_at_all_is_named():
         connect("http://127.0.0.1:9")
     with pytest.raises(ServerError, match="begins with http"):
         connect("localhost:30000")
+    with pytest.raises(ServerError, match="server http://"):
+        connect("http://[::1:30000")
 
 
-def test_a_server_that_hangs_is_named(serve, monkeypatch):
+def test_the_proxies_of_the_environment_are_not_between_this_machine_and_itself(serve, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    monkeypatch.delenv("no_proxy", raising=False)
+    assert ask(serve(sglang()), [[1]]) == ids([2])
+
+
+@pytest.mark.parametrize(
+    ("url", "here"),
+    [
+        ("http://localhost:30000", True),
+        ("http://127.8.0.1", True),
+        ("http://[::1]:8000", True),
+        ("http://10.1.230.172:30000", False),
+        ("http://localhost.example.org", False),
+    ],
+)
+def test_what_this_machine_is(url, here):
+    assert http_client.is_loopback(url) is here
+
+
+def test_ctrl_c_ends_it_and_what_is_done_is_kept(serve, tmp_path):
+    """The prompts under way are given up, and no thread is waited for."""
     released = threading.Event()
-    hanging = SGLANG | {"/generate": lambda body: released.wait(10) and (200, {})}
-    monkeypatch.setattr(completions, "TIMEOUT", 0.2)
+
+    def generate(body):
+        if body["input_ids"] == [3]:
+            os.kill(os.getpid(), signal.SIGINT)
+            released.wait(10)
+        return sglang()["/generate"](body)
+
+    server = serve(sglang(generate=generate))
+    store = CompletionStore.open(tmp_path / "completions.jsonl", {})
+    before = set(threading.enumerate())
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background ignores it
     try:
-        with pytest.raises(ServerError, match="no answer"):
-            ask(serve(hanging), [[1]])
+        with pytest.raises(KeyboardInterrupt):
+            ask(server, [[1], [2], [3], [4]], concurrency=1, store=store)
+        new = {thread for thread in threading.enumerate() if not thread.daemon} - before
+        assert not new
     finally:
+        signal.signal(signal.SIGINT, previous)
         released.set()
+    assert len(CompletionStore.open(tmp_path / "completions.jsonl", {})) == 2
 
 
-def test_a_completion_ends_with_the_first_end_token():
-    assert until_end([5, 7, 9, 7], frozenset({7, 9})) == [5, 7]
-    assert until_end([5, 6], frozenset({7})) == [5, 6]
-    assert until_end([5, 6], frozenset()) == [5, 6]
+def test_a_failure_cancels_what_is_under_way():
+    cancelled = []
+
+    async def work(item):
+        if item == 0:
+            await asyncio.sleep(0.01)
+            raise ServerError("dead")
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.append(item)
+            raise
+
+    with pytest.raises(ServerError, match="dead"):
+        asyncio.run(http_client.each([0, 1, 2], work, concurrency=3))
+    assert cancelled == [1, 2]
+
+
+# --- the real thing
+
+
+@pytest.mark.slow
+def test_transformers_serve_writes_what_the_target_writes(tiny_dense, tokenizer):
+    from benchmarks.transformers_serve import agreement, running
+
+    with running(tiny_dense.target) as url:
+        same, tokens = agreement(url, tiny_dense.target, Path(tiny_dense.prompts), num_prompts=4, max_new_tokens=48)
+    assert tokens == 4 * 48
+    assert same >= 0.97 * tokens
