@@ -111,6 +111,8 @@ def measure_served(
             read = _of_sglang if server.kind == "sglang" else _of_vllm
             _, first = await asker.ask(prompts[0][1])
             by_request = server.kind == "sglang" or isinstance(at(first, *VLLM_STATISTICS), dict)
+            if not by_request:
+                await _require_idle(http)
             done: list[str] = []
             disturbed: list[str] = []
 
@@ -120,7 +122,7 @@ def measure_served(
                     completion, reply = await asker.ask(tokens)
                     result = read(id, completion, reply)
                 else:
-                    result, alone = await _by_counters(http, asker, id, tokens)
+                    result, alone = await _by_counters(http, asker, id, tokens, tries=1 if disturbed else TRIES)
                     disturbed.extend([] if alone else [id])
                 done.append(id)
                 progress(len(done), len(prompts))
@@ -232,12 +234,25 @@ def _from_drafts(
     return ServedPrompt(id, completion.ids, tokens, drafts + without_draft, raw, accepted, drafted, by_accepted)
 
 
-async def _by_counters(http: Http, asker: Asker, id: str, prompt: list[int]) -> tuple[ServedPrompt, bool]:
+async def _require_idle(http: Http) -> None:
+    """The server has just answered us, so it is given a moment to have nothing more to do."""
+    counters = await settled(http, await look(http), 0)
+    if counters.busy:
+        raise ServerError(
+            f"server {http.base}: is answering others ({counters.busy} requests running or waiting), and only its "
+            f"counters tell of its rounds; measure when it is idle, or start vLLM with "
+            f"--per-request-spec-decode-metrics summary"
+        )
+
+
+async def _by_counters(
+    http: Http, asker: Asker, id: str, prompt: list[int], *, tries: int
+) -> tuple[ServedPrompt, bool]:
     """The prompt between two looks at the counters, and whether they show nothing but it.
 
     It is measured again when they do not, which also covers a request that had to be sent twice and a restart.
     """
-    for _ in range(TRIES):
+    for _ in range(tries):
         before = await look(http)
         completion, reply = await asker.ask(prompt)
         tokens = _count(at(reply, "usage"), ("completion_tokens",))

@@ -76,7 +76,8 @@ async def settled(http: Http, before: Counters, tokens: int) -> Counters:
     deadline = loop.time() + SETTLE
     while True:
         after = await look(http)
-        shown = after.generated - before.generated >= tokens and not after.busy
-        if shown or after.generated < before.generated or loop.time() > deadline:
+        generated = after.generated - before.generated
+        shown = generated == tokens and not after.busy
+        if shown or generated > tokens or generated < 0 or loop.time() > deadline:
             return after
         await asyncio.sleep(POLL)

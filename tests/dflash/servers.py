@@ -45,6 +45,7 @@ class WireServer:
 
         class Handler(BaseHTTPRequestHandler):
             protocol_version = "HTTP/1.1"
+            disable_nagle_algorithm = True  # head and body are two writes, and the second would wait
 
             def do_GET(self):
                 self.answer(None)

@@ -172,10 +172,22 @@ def test_tokens_of_others_fail_the_check(serve, soon):
     assert "(a, b, c); stop its other traffic" in served.alone.explanation
 
 
-def test_others_that_wait_at_the_server_fail_the_check(serve, soon):
+def test_a_server_that_answers_others_is_refused_before_anything_is_measured(serve, soon):
     server = SpeculatingVllm(Rounds(ROUNDS))
     server.running = 1
-    assert measure(serve(server.routes)).alone.status == "fail"
+    with pytest.raises(ServerError, match=r"is answering others \(2 requests running or waiting\)"):
+        measure(serve(server.routes))
+
+
+def test_others_that_come_in_the_middle_fail_the_check(serve, soon):
+    server = SpeculatingVllm(Rounds(ROUNDS))
+
+    def others_come(body):
+        server.running = int(body["prompt"] == [2, 5])
+        return server.complete(body)
+
+    served = measure(serve(server.routes | {"/v1/completions": others_come}))
+    assert (served.alone.status, served.alone.measured) == ("fail", 2), "and c began while they were still there"
 
 
 def test_others_do_no_harm_where_requests_are_counted_apart(serve, soon):
