@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dflash.checkpoints import build_drafter, read_checkpoint
-from dflash.naive import draft
+from dflash.naive import draft_logits
 from dflash.replay import Text
 from dflash.target import Target
 from tests.dflash.greedy import greedy_texts, tau, tiny_prompts, walk
@@ -41,7 +41,9 @@ def test_walk_equals_a_loop_over_the_naive_forward(pair: Pair) -> None:
         walked = [(one.anchor, one.drafted, one.advance) for one in rounds if one.prompt == text.id]
         looped, anchor = [], text.prompt_length
         while anchor < len(text.tokens) - 1:
-            drafted = draft(checkpoint.weights, checkpoint.raw_config, embed, head, text.taps, text.tokens, anchor)
+            weights, raw = checkpoint.weights, checkpoint.raw_config
+            logits = draft_logits(weights, raw, embed, head, text.taps, text.tokens, anchor)
+            drafted = logits.argmax(-1).tolist()
             left = text.tokens[anchor + 1 :]
             right = 0
             while right < min(len(drafted), len(left)) and drafted[right] == left[right]:
