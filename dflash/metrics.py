@@ -11,16 +11,21 @@ end, the advance is R instead of R + 1, and the round is ``cut``. So a completio
 the first one, which the prefill gave, and τ = (tokens - 1) / rounds holds exactly.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dflash.errors import DFlashError
-from dflash.report import Comparison, Metrics, Tau
+from dflash.report import Comparison, Metrics, Speedup, Tau, Verdict
 
+SEED = 20260206
+"""Of whatever is drawn in a measurement, so that two of them draw alike."""
 STREAK_WIDTHS = (1, 2, 4, 8, 16, 64)
+DDTREE_NODES = (8, 16, 64, 128, 256, 512)
+FEWEST_PROMPTS = 64
+"""Fewer prompts give no verdict: between prompts τ varies by half, so an interval of few is narrow by luck."""
 BOOTSTRAP_DRAWS = 10_000
 
 
@@ -44,6 +49,16 @@ class Round:
     def to_dict(self) -> dict[str, object]:
         """The round as a line of ``rounds.jsonl``."""
         return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeRound:
+    """A round of a draft tree: ``accepted`` nodes of the right path, and what it emits with the bonus, 1…B."""
+
+    prompt: str
+    anchor: int
+    accepted: int
+    advance: int
 
 
 def judge(prompt: str, anchor: int, drafted: Sequence[int], ranks: Sequence[int], following: Sequence[int]) -> Round:
@@ -71,39 +86,73 @@ def judge(prompt: str, anchor: int, drafted: Sequence[int], ranks: Sequence[int]
     )
 
 
-def summarize(rounds: Sequence[Round], random_rounds: Sequence[Round], *, seed: int) -> Metrics:
+def judge_tree(prompt: str, anchor: int, numbers: Sequence[int], nodes: int, left: int) -> TreeRound:
+    """Verify a tree of ``nodes`` nodes; ``left`` counts the tokens of the completion behind the anchor.
+
+    ``numbers`` are those of the right prefixes in the order in which a tree grows (:func:`dflash.trees.right_paths`).
+    """
+    reached = sum(number <= nodes for number in numbers)
+    return TreeRound(prompt, anchor, reached, min(reached + 1, left))
+
+
+def summarize(
+    rounds: Sequence[Round],
+    random_rounds: Sequence[Round],
+    trees: Mapping[int, Sequence[TreeRound]],
+    *,
+    seed: int,
+    lossless_prompts: int | None = None,
+    times: tuple[float, float, float] | None = None,
+) -> Metrics:
     """All figures of one drafter over a walk, and τ at random anchors (null when there are none).
 
     ``tokens`` counts what was walked, prefill tokens included; a completion of one token has no round and no part here.
-    Raises :class:`NoRoundsError` on an empty walk.
+    ``trees`` has each DDTree's own walk by its nodes; ``times`` are :func:`speedup`'s seconds. Raises
+    :class:`NoRoundsError` on an empty walk.
     """
     if not rounds:
         raise NoRoundsError(
             "no completion is longer than one token, so no block was drafted; use other prompts or --ignore-eos"
         )
     return Metrics(
-        tau=Tau(pooled=tau_pooled(rounds), macro=tau_macro(rounds), ci95=interval(rounds, seed=seed)),
+        tau=tau(by_prompt(rounds), seed=seed),
         rounds=len(rounds),
         tokens=sum(one.advance for one in rounds) + len({one.prompt for one in rounds}),
         cut_rounds=sum(one.cut for one in rounds),
+        lossless_prompts=lossless_prompts,
         accepted_by_position=accepted_by_position(rounds),
         acceptance_by_position=acceptance_by_position(rounds),
         conditional_by_position=conditional_by_position(rounds),
         accuracy_by_position=accuracy_by_position(rounds),
         histogram=histogram(rounds),
         streak={str(width): mean_streak(rounds, width) for width in STREAK_WIDTHS},
+        ddtree={str(nodes): tau_pooled(walked) for nodes, walked in trees.items()} or None,
         random_anchor_tau=tau_pooled(random_rounds) if random_rounds else None,
+        speedup=speedup(tau_pooled(rounds), *times) if times else None,
     )
 
 
-def tau_pooled(rounds: Sequence[Round]) -> float:
+Totals = Mapping[str, tuple[int, int]]
+"""Σ advance and number of rounds of each prompt that has one."""
+
+
+def tau(totals: Totals, *, seed: int) -> Tau:
+    """Pooled and macro τ with the pooled one's interval. Raises :class:`NoRoundsError` on no prompt."""
+    if not totals:
+        raise NoRoundsError("no prompt has a round; use other prompts or longer completions")
+    advances, rounds = (sum(column) for column in zip(*totals.values(), strict=True))
+    macro = float(np.mean([advance / count for advance, count in totals.values()]))
+    return Tau(pooled=advances / rounds, macro=macro, ci95=interval(totals, seed=seed))
+
+
+def speedup(pooled: float, draft: float, verify: float, step: float) -> Speedup:
+    """τ · step / (draft + verify), all in seconds on one machine, batch 1."""
+    return Speedup(draft=draft, verify=verify, step=step, expected=pooled * step / (draft + verify))
+
+
+def tau_pooled(rounds: Sequence[Round] | Sequence[TreeRound]) -> float:
     """Σ advance / rounds over all prompts together, 1…B."""
     return sum(one.advance for one in rounds) / len(rounds)
-
-
-def tau_macro(rounds: Sequence[Round]) -> float:
-    """Mean over prompts of each prompt's own τ; prompts without a round count nowhere."""
-    return float(np.mean([advance / count for advance, count in by_prompt(rounds).values()]))
 
 
 def by_prompt(rounds: Iterable[Round]) -> dict[str, tuple[int, int]]:
@@ -115,22 +164,32 @@ def by_prompt(rounds: Iterable[Round]) -> dict[str, tuple[int, int]]:
     return totals
 
 
-def interval(rounds: Sequence[Round], *, seed: int) -> tuple[float, float] | None:
+def interval(totals: Totals, *, seed: int) -> tuple[float, float] | None:
     """95 % percentile interval of the pooled τ, bootstrapped over prompts; ``None`` below two prompts."""
-    totals = by_prompt(rounds)
     if len(totals) < 2:
         return None
     return _middle_95(_bootstrap(list(totals.values()), seed))
 
 
-def compare(rounds: Sequence[Round], reference: Sequence[Round], *, seed: int) -> Comparison:
-    """Pooled τ minus the reference's over the same prompts; every bootstrap draw takes the same prompts for both."""
-    ours, theirs = by_prompt(rounds), by_prompt(reference)
-    difference = tau_pooled(rounds) - tau_pooled(reference)
-    if len(ours) < 2:
-        return Comparison(difference=difference, ci95=None, prompts=len(ours))
-    paired = _bootstrap(list(ours.values()), seed) - _bootstrap([theirs[prompt] for prompt in ours], seed)
-    return Comparison(difference=difference, ci95=_middle_95(paired), prompts=len(ours))
+def compare(ours: Totals, theirs: Totals, *, seed: int) -> Comparison:
+    """Pooled τ minus the other's over the same prompts; every bootstrap draw takes the same prompts for both."""
+    ours = {prompt: totals for prompt, totals in ours.items() if prompt in theirs}
+    pairs = [(totals, theirs[prompt]) for prompt, totals in ours.items()]
+    difference = _pooled([one for one, _ in pairs]) - _pooled([other for _, other in pairs])
+    ci95 = None
+    if len(pairs) >= 2:
+        ci95 = _middle_95(_bootstrap([one for one, _ in pairs], seed) - _bootstrap([other for _, other in pairs], seed))
+    return Comparison(difference=difference, ci95=ci95, prompts=len(pairs), verdict=_verdict(ci95, len(pairs)))
+
+
+def _verdict(ci95: tuple[float, float] | None, prompts: int) -> Verdict:
+    if ci95 is None or prompts < FEWEST_PROMPTS:
+        return "too few prompts"
+    return "better" if ci95[0] > 0 else "worse" if ci95[1] < 0 else "no difference shown"
+
+
+def _pooled(totals: Sequence[tuple[int, int]]) -> float:
+    return sum(advance for advance, _ in totals) / sum(count for _, count in totals)
 
 
 def accepted_by_position(rounds: Sequence[Round]) -> list[int]:

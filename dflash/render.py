@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from dflash.errors import one_line
-from dflash.report import Metrics, Report
+from dflash.report import Metrics, Report, Speedup
 
 
 def to_markdown(report: Report) -> str:
@@ -33,11 +33,20 @@ def _facts(report: Report) -> str:
         lines.append(f"- reference `{report.reference.path}`, sha256 `{report.reference.sha256}`")
     if report.relay is not None:
         lines.append(f"- relayed from `{report.relay.source}`, {report.relay.bytes} bytes")
+    if report.left_out:
+        lines.append(f"- left out, for they were in the training data: {', '.join(report.left_out)}")
+    if report.served is not None:
+        said = ", ".join(f"{name} {value}" for name, value in report.served.settings.items())
+        lines.append(
+            f"- counted by the {report.served.kind} server {settings.completions}, whose own τ is "
+            f"{report.served.tau_raw:.3f}{', prefill token included' if report.served.kind == 'sglang' else ''}; "
+            f"{said or 'it tells no settings'}"
+        )
     lines += [
-        f"- {settings.num_prompts} prompts of `{settings.prompts}`, greedy completions by {settings.completions}, at "
-        f"most {settings.max_new_tokens} tokens{', end of sequence ignored' if settings.ignore_eos else ''}; "
-        f"{settings.completion_agreement:.2%} of their tokens are the loaded target's argmax",
-        f"- {settings.mode}, block {settings.block_size}, taps {', '.join(map(str, settings.target_layer_ids))}, "
+        f"- {settings.num_prompts} prompts of `{settings.prompts}`, {_completions(report)}, at "
+        f"most {settings.max_new_tokens} tokens{', end of sequence ignored' if settings.ignore_eos else ''}",
+        f"- {_MODES[settings.mode]}, block {settings.block_size}, "
+        f"taps {', '.join(map(str, settings.target_layer_ids))}, "
         f"thinking {'not asked' if settings.thinking is None else 'on' if settings.thinking else 'off'}",
         f"- measured {report.created:%Y-%m-%d %H:%M:%S %Z} with "
         + ", ".join(f"{name} {version}" for name, version in report.versions.items()),
@@ -48,6 +57,27 @@ def _facts(report: Report) -> str:
     return "\n".join(map(one_line, lines))
 
 
+_MODES = {
+    "replay": "replay: blocks are walked over completions already written",
+    "decode": "decode: the target verified every block",
+    "served": "served: the running server's own counts",
+}
+
+
+def _completions(report: Report) -> str:
+    """Who wrote the completions, how, and how far the loaded target agrees."""
+    settings = report.settings
+    if settings.temperature:
+        return f"sampled at temperature {settings.temperature:g} ({settings.sampler})"
+    model = f" ({settings.served_model})" if settings.served_model else ""
+    parts = [f"greedy completions by {settings.completions}{model}"]
+    if settings.completion_agreement is not None:
+        parts.append(f"{settings.completion_agreement:.2%} of their tokens the loaded target's argmax")
+    if settings.retokenized:
+        parts.append(f"{settings.retokenized} of them came as text and were tokenised here")
+    return ", ".join(parts)
+
+
 def _figures(report: Report) -> str:
     columns = [report.metrics] + ([report.reference_metrics] if report.reference_metrics else [])
     names = ["", "drafter", "reference"][: len(columns) + 1]
@@ -55,24 +85,46 @@ def _figures(report: Report) -> str:
         ["τ pooled (Σ advance / rounds, bonus included)", *(f"{one.tau.pooled:.3f}" for one in columns)],
         ["95 % interval, bootstrap over prompts", *(_interval(one.tau.ci95) for one in columns)],
         ["τ macro (mean over prompts)", *(f"{one.tau.macro:.3f}" for one in columns)],
-        ["τ at random anchors", *(_number(one.random_anchor_tau) for one in columns)],
+        ["τ at random anchors, as training sees blocks", *(_number(one.random_anchor_tau) for one in columns)],
+        ["random anchors less the walk", *(_difference(one) for one in columns)],
         ["rounds", *(str(one.rounds) for one in columns)],
         ["of them cut by the end of a completion", *(str(one.cut_rounds) for one in columns)],
         ["tokens", *(str(one.tokens) for one in columns)],
     ]
+    if any(one.lossless_prompts is not None for one in columns):
+        rows.append(["prompts decoded as the greedy completion", *(_or_dash(one.lossless_prompts) for one in columns)])
+    for nodes in report.metrics.ddtree or ():
+        trees = [(one.ddtree or {}).get(nodes) for one in columns]
+        rows.append([f"DDTree({nodes}) (τ of a tree of {nodes} nodes, own walk, bonus included)", *map(_number, trees)])
     for width in report.metrics.streak:
         oracle = "" if width == "1" else ", an oracle"
         rows.append(
             [f"top-{width} streak (drafts only{oracle})", *(f"{one.streak[width]:.3f}" for one in columns)],
         )
+    if any(one.speedup for one in columns):
+        rows.append(["expected speed-up, τ · step / (draft + verify)", *(_speedup(one.speedup) for one in columns)])
     return "## Figures\n\n" + _table(names, rows)
 
 
+def _speedup(one: Speedup | None) -> str:
+    if one is None:
+        return "–"
+    milliseconds = ", ".join(
+        f"{name} {1000 * seconds:.1f} ms"
+        for name, seconds in (("step", one.step), ("draft", one.draft), ("verify", one.verify))
+    )
+    return f"{one.expected:.2f} ({milliseconds})"
+
+
+def _difference(metrics: Metrics) -> str:
+    return "–" if metrics.random_anchor_tau is None else f"{metrics.random_anchor_tau - metrics.tau.pooled:+.3f}"
+
+
 def _positions(metrics: Metrics) -> str:
+    columns = (metrics.acceptance_by_position, metrics.conditional_by_position, metrics.accuracy_by_position)
     rows = [
-        [str(slot + 1), str(metrics.accepted_by_position[slot]), *(_percent(values[slot]) for values in columns)]
-        for columns in [(metrics.acceptance_by_position, metrics.conditional_by_position, metrics.accuracy_by_position)]
-        for slot in range(len(metrics.accepted_by_position))
+        [str(slot + 1), str(count), *(_percent(values[slot] if values else None) for values in columns)]
+        for slot, count in enumerate(metrics.accepted_by_position)
     ]
     note = (
         "Acceptance: slots 1…k all right. Conditional: right when the slots before it were. Accuracy: right whatever "

@@ -1,29 +1,37 @@
 """Walk blocks over completions the target has already written: real greedy acceptance without running the target again.
 
 Greedy verification accepts a drafted token exactly when it is the token the target wrote there, so the walk over a
-greedy completion visits the anchors, and emits the advances, that serving would. All texts of a batch walk together;
-each text's context keys and values are computed once, and the mask cuts them at the anchor.
+greedy completion visits the anchors, and emits the advances, that serving would. The same holds for a tree of drafts.
+All texts of a batch walk together, the chain and the trees of every size side by side: they meet again and again, and
+a block is drafted once for all of them. Each text's context keys and values are computed once, and the mask cuts them
+at the anchor.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash.drafter import Drafter, KeyValue
 from dflash.errors import DFlashError
 from dflash.masks import layer_masks
-from dflash.metrics import Round, judge
+from dflash.metrics import Round, TreeRound, judge, judge_tree
+from dflash.trees import BEYOND, right_paths
 
 RANDOM_ANCHORS = 16
 """Anchors sampled in each text for the figures that look at blocks as training does."""
+BLOCKS_AT_ONCE = 4
+"""Blocks of a text in one pass: its keys and values are read, and copied, once for all of them."""
+PADDING = 1.25
+"""The longest text of a batch over its shortest, at most."""
 CONTEXT_TOKENS = 1 << 18
 """Padded context tokens of one batch: 5 GiB of keys and values for a drafter of 5 layers with 8 K/V heads of 128."""
-LOGITS = 1 << 26
-"""Logits held at once: 256 MiB in float32."""
+LOGITS = 1 << 25
+"""Logits held at once: 128 MiB in float32, and up to three times as much for what is computed from them."""
 
 
 class DraftError(DFlashError):
@@ -54,9 +62,13 @@ class Text:
 
 @dataclass(frozen=True)
 class Replay:
-    """The rounds of the walk, by text and anchor, and the blocks at random anchors that no end of a text cuts."""
+    """The rounds of the walk and of each tree's own walk, by text and anchor, and the blocks at random anchors.
+
+    ``trees`` has the rounds of DDTree(N) for each N asked for. No end of a text cuts a block of ``random``.
+    """
 
     walk: list[Round]
+    trees: dict[int, list[TreeRound]]
     random: list[Round]
 
 
@@ -68,26 +80,134 @@ def replay(
     max_blocks: int | None,
     seed: int,
     progress: Callable[[int, int], None],
+    trees: Sequence[int] = (),
 ) -> Replay:
     """Walk every text to its end, or for ``max_blocks`` rounds, and draft at :data:`RANDOM_ANCHORS` anchors of each.
 
-    ``progress(done, total)`` counts completion tokens. Raises :class:`DraftError` on NaN or infinite hidden states.
+    ``trees`` are budgets of nodes; the DDTree of each walks as well. ``progress(done, total)`` counts the completion
+    tokens that the chain has passed. Raises :class:`DraftError` on NaN or infinite hidden states.
     """
+    sampled = _random_anchors(texts, drafter.config.block_size, np.random.default_rng(seed))
+    walks: dict[str, list[Walk]] = {}
+    random: dict[str, list[Round]] = {}
     total = sum(len(text.tokens) - text.prompt_length for text in texts)
-    walked: list[Round] = []
-    random: list[Round] = []
-    rng = np.random.default_rng(seed)
-    done = 0
     for group in _groups(texts):
-        batch = Batch.of(drafter, vocabulary, group)
-        done += len(group)  # the tokens that the prefills gave
-        for rounds in walk(batch, max_blocks=max_blocks):
-            walked += rounds
-            done += sum(one.advance for one in rounds)
-            progress(done, total)
-        random += at_random_anchors(batch, rng)
-    order = {text.id: place for place, text in enumerate(texts)}
-    return Replay(*(sorted(rounds, key=lambda one: (order[one.prompt], one.anchor)) for rounds in (walked, random)))
+        blocks = Blocks(Batch.of(drafter, vocabulary, group), max(trees, default=0))
+        walks |= {text.id: [Walk(text, nodes, max_blocks) for nodes in (None, *trees)] for text in group}
+        for _ in _draft_all(blocks, {text.id: walks[text.id] for text in group}, sampled):
+            progress(sum(chain.passed for chain, *_ in walks.values()), total)
+        random |= {text.id: [blocks.known[text.id][anchor].round for anchor in sampled[text.id]] for text in group}
+    order = [text.id for text in texts]
+    return Replay(
+        walk=[block.round for id in order for block in walks[id][0].visited],
+        trees={
+            nodes: [block.tree_round(nodes) for id in order for block in walks[id][place].visited]
+            for place, nodes in enumerate(trees, start=1)
+        },
+        random=[one for id in order for one in random[id]],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block as it was drafted at one anchor, and how the text goes on there.
+
+    ``numbers`` are those of :func:`dflash.trees.right_paths`; ``left`` counts the tokens of the text behind the anchor.
+    """
+
+    round: Round
+    numbers: tuple[int, ...]
+    left: int
+
+    def tree_round(self, nodes: int) -> TreeRound:
+        """The round of DDTree(``nodes``) at this anchor."""
+        return judge_tree(self.round.prompt, self.round.anchor, self.numbers, nodes, self.left)
+
+
+class Walk:
+    """One text walked by the chain (``nodes`` None) or by the DDTree of ``nodes`` nodes, as far as blocks are known.
+
+    Each round starts at the last token that the round before emitted, as in serving.
+    """
+
+    def __init__(self, text: Text, nodes: int | None, max_blocks: int | None) -> None:
+        self.visited: list[Block] = []
+        self.anchor = text.prompt_length
+        self._nodes = nodes
+        self._start, self._last = text.prompt_length, len(text.tokens) - 1
+        self._most = self._last if max_blocks is None else max_blocks
+
+    @property
+    def open(self) -> bool:
+        """Whether a round is left."""
+        return self.anchor < self._last and len(self.visited) < self._most
+
+    @property
+    def passed(self) -> int:
+        """Completion tokens emitted, with the first one, which the prefill gave."""
+        return self.anchor + 1 - self._start
+
+    def go_on(self, known: Mapping[int, Block]) -> None:
+        """Take every round whose block is among ``known``, by anchor."""
+        while self.open and (block := known.get(self.anchor)) is not None:
+            self.visited.append(block)
+            self.anchor += (block.round if self._nodes is None else block.tree_round(self._nodes)).advance
+
+
+class Blocks:
+    """The blocks of a batch that have been drafted, for each text's id by anchor."""
+
+    def __init__(self, batch: "Batch", tree_nodes: int) -> None:
+        self.known: dict[str, dict[int, Block]] = {text.id: {} for text in batch.texts}
+        self._batch = batch
+        self._tree_nodes = tree_nodes
+
+    def draft(self, wanted: Mapping[str, Sequence[int]]) -> None:
+        """Draft at the wanted anchors of each id. A text that is left out will not be asked for again."""
+        rows = [row for row, text in enumerate(self._batch.texts) if text.id in wanted]
+        if 2 * len(rows) <= len(self._batch.texts):  # halving keeps the copies below one batch in all
+            self._batch = self._batch.narrowed(rows)
+        texts, most = self._batch.texts, max(map(len, wanted.values()))
+        asked = [list(wanted.get(text.id, ())) for text in texts]
+        filled = [
+            anchors + most * (anchors or [text.prompt_length])[:1] for text, anchors in zip(texts, asked, strict=True)
+        ]
+        drafts = self._batch.draft([anchors[:most] for anchors in filled], tree_nodes=self._tree_nodes)
+        places = [(row, place) for row, anchors in enumerate(asked) for place in range(len(anchors))]
+        for block in drafts.blocks(
+            [(texts[row], asked[row][place]) for row, place in places], places, self._tree_nodes
+        ):
+            self.known[block.round.prompt][block.round.anchor] = block
+
+
+@dataclass(frozen=True)
+class Drafts:
+    """Blocks of a batch: ``drafted`` tokens, ``ranks`` of the text's own tokens, both [N, n, B-1], and ``log_probs``.
+
+    ``log_probs`` [N, n, B-1, min(tree nodes, V)] float32 of each slot's best tokens, falling.
+    """
+
+    drafted: NDArray[np.int64]
+    ranks: NDArray[np.int64]
+    log_probs: NDArray[np.float32]
+
+    def blocks(
+        self, at: Sequence[tuple[Text, int]], places: Sequence[tuple[int, int]], tree_nodes: int
+    ) -> Iterator[Block]:
+        """The blocks at ``places`` (row, block) compared with the texts and anchors that they were drafted ``at``."""
+        index = tuple(np.array(places).T)
+        left = np.array([len(text.tokens) - 1 - anchor for text, anchor in at])
+        drafted, ranks = self.drafted[index], self.ranks[index]
+        slots = drafted.shape[1]
+        if tree_nodes:
+            inside = np.arange(slots) < left[:, None]
+            numbers = right_paths(self.log_probs[index], np.where(inside, ranks, BEYOND), tree_nodes)
+        else:
+            numbers = np.zeros((len(at), 0), np.int64)
+        for place, (text, anchor) in enumerate(at):
+            following = text.tokens[anchor + 1 : anchor + 2 + slots]
+            one = judge(text.id, anchor, drafted[place].tolist(), ranks[place].tolist(), following)
+            yield Block(one, tuple(numbers[place].tolist()), int(left[place]))
 
 
 @dataclass(frozen=True)
@@ -121,101 +241,129 @@ class Batch:
         return Batch(self.drafter, self.vocabulary, [self.texts[row] for row in rows], self.tokens[index], context)
 
     @torch.inference_mode()
-    def draft(self, anchors: Sequence[int]) -> list[tuple[list[int], list[int]]]:
-        """One block a row at ``anchors`` [N]: each row's B-1 drafted tokens and the ranks of the text's own tokens."""
-        hidden = self.hidden(anchors)
-        slots = hidden.shape[1]
-        places = torch.tensor(anchors, device=hidden.device)[:, None] + torch.arange(1, slots + 1, device=hidden.device)
-        right = self.tokens.gather(1, places)
-        rows = max(1, LOGITS // self.drafter.config.vocab_size)
-        drafted, ranks = _best_tokens(self.vocabulary, hidden.flatten(0, 1), right.flatten(), rows)
-        return list(zip(drafted.view(-1, slots).tolist(), ranks.view(-1, slots).tolist(), strict=True))
+    def draft(self, anchors: Sequence[Sequence[int]], *, tree_nodes: int = 0) -> Drafts:
+        """Blocks at ``anchors`` [N, n]; ``tree_nodes`` is the largest tree that will be asked of them."""
+        hidden = self.hidden(anchors)  # [N, n, B-1, H]
+        slots = hidden.shape[2]
+        places = torch.tensor(anchors, device=hidden.device)[..., None] + torch.arange(
+            1, slots + 1, device=hidden.device
+        )
+        right = self.tokens.gather(1, places.flatten(1))
+        best = best_tokens(self.vocabulary, hidden.flatten(0, 2), right.flatten(), keep=tree_nodes)
+        return Drafts(
+            best.drafted.view(places.shape).cpu().numpy(),
+            best.ranks.view(places.shape).cpu().numpy(),
+            best.log_probs.view(*places.shape, -1).cpu().numpy(),
+        )
 
-    @torch.inference_mode()
-    def hidden(self, anchors: Sequence[int]) -> Tensor:
-        """Hidden states [N, B-1, H] of slots 1…B-1 of one block a row. Raises :class:`DraftError`."""
+    def hidden(self, anchors: Sequence[Sequence[int]]) -> Tensor:
+        """Hidden states [N, n, B-1, H] of slots 1…B-1 of blocks at ``anchors`` [N, n]. Raises :class:`DraftError`."""
         config = self.drafter.config
-        at = torch.tensor(anchors, device=self.tokens.device)[:, None]
-        ids = torch.full((len(anchors), config.block_size), config.mask_token_id, device=self.tokens.device)
-        ids[:, :1] = self.tokens.gather(1, at)
-        positions = at + torch.arange(config.block_size, device=at.device)
+        at = torch.tensor(anchors, device=self.tokens.device)
+        ids = torch.full((*at.shape, config.block_size), config.mask_token_id, device=at.device)
+        ids[..., 0] = self.tokens.gather(1, at)
+        positions = at[..., None] + torch.arange(config.block_size, device=at.device)
         masks = layer_masks(config, at, self.context[0][0].shape[2])
-        blocks = self.vocabulary.embed(ids).to(self.drafter.fc.weight.dtype)
-        hidden: Tensor = self.drafter(blocks, positions, self.context, masks)[:, 1:]
-        finite = hidden.isfinite().flatten(1).all(dim=1)
+        blocks = self.vocabulary.embed(ids.flatten(1)).to(self.drafter.fc.weight.dtype)
+        out: Tensor = self.drafter(blocks, positions.flatten(1), self.context, masks)
+        hidden = out.view(*ids.shape, -1)[:, :, 1:]
+        finite = hidden.isfinite().flatten(2).all(dim=2)
         if not finite.all():
-            row = int(finite.logical_not().nonzero()[0])
+            row, place = finite.logical_not().nonzero()[0].tolist()
             raise DraftError(
-                f"prompt {self.texts[row].id}: the drafter's output at position {anchors[row]} is not finite; "
+                f"prompt {self.texts[row].id}: the drafter's output at position {anchors[row][place]} is not finite; "
                 f"look for NaN in the target's weights or overflow in the dtype"
             )
         return hidden
 
 
-def walk(batch: Batch, *, max_blocks: int | None) -> Iterator[list[Round]]:
-    """Draft where serving would: each round starts at the last token the round before emitted. Yields step by step."""
-    anchors = [text.prompt_length for text in batch.texts]
-    steps = 0
-    while max_blocks is None or steps < max_blocks:
-        active = [row for row, text in enumerate(batch.texts) if anchors[row] + 1 < len(text.tokens)]
-        if not active:
-            return
-        if 2 * len(active) <= len(anchors):  # halving keeps the copies below one batch in all
-            batch, anchors = batch.narrowed(active), [anchors[row] for row in active]
-            continue
-        drafts = batch.draft(anchors)
-        rounds = [_judge(batch.texts[row], anchors[row], *drafts[row]) for row in active]
-        for row, one in zip(active, rounds, strict=True):
-            anchors[row] += one.advance
-        steps += 1
-        yield rounds
+@dataclass(frozen=True)
+class BestTokens:
+    """For R slots: greedy tokens ``drafted`` [R], ``ranks`` [R] of the wanted tokens, 0 for the greedy one.
+
+    ``log_probs`` [R, min(keep, V)] float32 of the best tokens, falling.
+    """
+
+    drafted: Tensor
+    ranks: Tensor
+    log_probs: Tensor
 
 
-def at_random_anchors(batch: Batch, rng: np.random.Generator) -> list[Round]:
-    """Draft at anchors drawn uniformly, with replacement, among those whose block and bonus lie inside the text."""
-    starts = [text.prompt_length for text in batch.texts]
-    ends = [len(text.tokens) - batch.drafter.config.block_size for text in batch.texts]
-    rows = [row for row in range(len(starts)) if starts[row] < ends[row]]
-    if not rows:
-        return []
-    if len(rows) < len(starts):
-        batch = batch.narrowed(rows)
-    drawn = rng.integers([starts[row] for row in rows], [ends[row] for row in rows], (RANDOM_ANCHORS, len(rows)))
-    rounds = []
-    for anchors in drawn.tolist():
-        drafts = batch.draft(anchors)
-        rounds += [_judge(text, at, *draft) for text, at, draft in zip(batch.texts, anchors, drafts, strict=True)]
-    return rounds
-
-
-def _judge(text: Text, anchor: int, drafted: list[int], ranks: list[int]) -> Round:
-    return judge(text.id, anchor, drafted, ranks, text.tokens[anchor + 1 : anchor + 2 + len(drafted)])
-
-
-def _best_tokens(vocabulary: Vocabulary, hidden: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """Greedy tokens and ranks of the tokens ``right`` [R], both [R], for ``hidden`` [R, H], ``rows`` at a time.
+def best_tokens(vocabulary: Vocabulary, hidden: Tensor, wanted: Tensor, *, keep: int = 0) -> BestTokens:
+    """What the head makes of ``hidden`` [R, H], compared with the tokens ``wanted`` [R]; logits are held in chunks.
 
     Equal logits rank by id, as argmax takes the first, so rank 0 is exactly "drafted".
     """
-    drafted, ranks = torch.empty_like(right), torch.empty_like(right)
-    for start in range(0, len(right), rows):
-        chunk = slice(start, start + rows)
-        logits = vocabulary.logits(hidden[chunk]).float()
-        wanted = right[chunk, None]
-        value = logits.gather(1, wanted)
+    chunks = []
+    start, rows = 0, 1
+    while start < len(wanted):
+        logits = vocabulary.logits(hidden[start : start + rows]).float()
+        value = logits.gather(1, wanted[start : start + rows, None])
         ids = torch.arange(logits.shape[1], device=logits.device)
-        drafted[chunk] = logits.argmax(dim=1)
-        ranks[chunk] = ((logits > value) | ((logits == value) & (ids < wanted))).sum(dim=1)
-    return drafted, ranks
+        better = logits > value
+        better |= (logits == value) & (ids < wanted[start : start + rows, None])
+        kept = _largest(logits, keep)
+        chunks.append((logits.argmax(dim=1), better.sum(dim=1), kept - logits.logsumexp(dim=1, keepdim=True)))
+        start += rows
+        rows = max(1, LOGITS // logits.shape[1])
+    return BestTokens(*(torch.cat(parts) for parts in zip(*chunks, strict=True)))
+
+
+def _largest(logits: Tensor, keep: int) -> Tensor:
+    """[R, min(keep, V)]: the largest of each row of ``logits`` [R, V], falling."""
+    keep = min(keep, logits.shape[1])
+    if logits.device.type != "cpu" or not keep:
+        return logits.topk(keep).values
+    # numpy's vectorised sort is ten times as fast as torch's on the CPU
+    values = logits.numpy()
+    kept = values if keep == values.shape[1] else np.partition(values, -keep, axis=1)[:, -keep:]
+    return torch.from_numpy(np.sort(kept, axis=1)[:, ::-1].copy())
+
+
+def _draft_all(
+    blocks: Blocks, walks: Mapping[str, Sequence[Walk]], sampled: Mapping[str, Sequence[int]]
+) -> Iterator[None]:
+    """Draft, step by step, every block that a walk comes to and every sampled one.
+
+    Of each text the foremost few are taken: walks that are behind catch up with those ahead and go on together.
+    """
+    while True:
+        for id, text_walks in walks.items():
+            for one in text_walks:
+                one.go_on(blocks.known[id])
+        yield
+        wanted = {}
+        for id, text_walks in walks.items():
+            missing = {one.anchor for one in text_walks if one.open} | (set(sampled[id]) - blocks.known[id].keys())
+            if missing:
+                wanted[id] = sorted(missing)[:BLOCKS_AT_ONCE]
+        if not wanted:
+            return
+        blocks.draft(wanted)
+
+
+def _random_anchors(texts: Sequence[Text], block_size: int, rng: np.random.Generator) -> dict[str, list[int]]:
+    """Anchors of each text drawn uniformly, with replacement, among those whose block and bonus lie inside it."""
+    anchors: dict[str, list[int]] = {}
+    for text in texts:
+        start, end = text.prompt_length, len(text.tokens) - block_size
+        anchors[text.id] = rng.integers(start, end, RANDOM_ANCHORS).tolist() if start < end else []
+    return anchors
 
 
 def _groups(texts: Sequence[Text]) -> Iterator[list[Text]]:
-    """Texts by falling length, in batches of at most :data:`CONTEXT_TOKENS` padded tokens."""
+    """Texts by falling length, in batches of little padding and at most :data:`CONTEXT_TOKENS` padded tokens."""
     group: list[Text] = []
     for text in sorted(texts, key=lambda one: -len(one.tokens)):
-        if group and (len(group) + 1) * len(group[0].tokens) > CONTEXT_TOKENS:
+        longest = len(group[0].tokens) if group else 0
+        if (len(group) + 1) * longest > CONTEXT_TOKENS or longest > PADDING * len(text.tokens):
             yield group
             group = []
         group.append(text)
     if group:
         yield group
+
+
+def _best_tokens(vocabulary: Vocabulary, hidden: Tensor, right: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    best = best_tokens(vocabulary, hidden, right)
+    return best.drafted, best.ranks

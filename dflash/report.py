@@ -3,7 +3,7 @@
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -65,7 +65,9 @@ class TargetInfo(_Record):
 class Settings(_Record):
     """Everything that must be equal for two evaluations to be comparable, and where they ran."""
 
-    mode: Literal["replay"]
+    mode: Literal["replay", "decode", "served"]
+    temperature: float = 0.0
+    sampler: Literal["greedy", "rejection", "target-match"] = "greedy"
     max_new_tokens: int
     ignore_eos: bool
     thinking: bool | None
@@ -77,11 +79,28 @@ class Settings(_Record):
     num_prompts: int
     max_blocks: int | None
     completions: str = Field(description='"target", or the URL of the server that wrote the completions')
-    completion_agreement: float = Field(
-        description="share of the completion tokens that are the argmax of the target's teacher-forced pass"
+    served_model: str | None = Field(default=None, description="what that server calls its model")
+    retokenized: int = Field(default=0, description="completions that came as text and were tokenised here")
+    completion_agreement: float | None = Field(
+        description="share of the completion tokens that are the argmax of the target's teacher-forced pass; null "
+        "where no such pass ran to the head"
     )
+    offload: bool = Field(default=False, description="the target's layers were streamed from its files")
     device: str
     seed: int
+
+
+class Speedup(_Record):
+    """Expected speed-up over plain decoding, from times measured on this machine, in seconds.
+
+    ``expected`` = τ · step / (draft + verify): a round costs one draft and one verification, replay of the accepted
+    part included, and emits τ tokens, each of which plain decoding pays one step for.
+    """
+
+    draft: float
+    verify: float
+    step: float
+    expected: float
 
 
 class Tau(_Record):
@@ -93,7 +112,10 @@ class Tau(_Record):
 
 
 class Metrics(_Record):
-    """Everything counted over the rounds of one drafter; definitions in :mod:`dflash.metrics`."""
+    """Everything counted over the rounds of one drafter; definitions in :mod:`dflash.metrics`.
+
+    Lists by position and ``streak`` are empty where a server told no more than its totals.
+    """
 
     tau: Tau
     rounds: int
@@ -106,16 +128,35 @@ class Metrics(_Record):
     accuracy_by_position: list[float | None]
     histogram: list[int] = Field(description="rounds by advance, 1…B")
     streak: dict[str, float]
-    ddtree: dict[str, float] | None = None
+    ddtree: dict[str, float] | None = Field(default=None, description="τ of a draft tree of N nodes on its own walk")
     random_anchor_tau: float | None
+    speedup: Speedup | None = None
+
+
+class Served(_Record):
+    """What the running server counted while the prompts passed through it.
+
+    ``tau_raw`` is its own figure, which for SGLang counts the token that the prefill gave; ``metrics.tau`` does not.
+    """
+
+    kind: Literal["sglang", "vllm"]
+    tau_raw: float
+    settings: dict[str, Any] = Field(description="how the server says that it speculates")
+
+
+Verdict = Literal["better", "worse", "no difference shown", "too few prompts"]
 
 
 class Comparison(_Record):
-    """Pooled τ minus the reference drafter's on the same prompts and taps, with a paired bootstrap interval."""
+    """Pooled τ minus the other's over the same prompts, with a paired bootstrap interval.
+
+    The verdict is of 95 %; under 64 prompts there is none, whatever the interval.
+    """
 
     difference: float
     ci95: tuple[float, float] | None
     prompts: int
+    verdict: Verdict
 
 
 class PromptResult(_Record):
@@ -154,9 +195,11 @@ class Report(_Record):
     settings: Settings
     versions: dict[str, str]
     metrics: Metrics
+    served: Served | None = None
     reference_metrics: Metrics | None = None
     comparison: Comparison | None = None
     prompts: list[PromptResult]
+    left_out: list[str] = Field(default=[], description="prompts that were in the training data; in no figure")
     checks: list[Check]
     timings: dict[str, float] = Field(description="seconds by phase")
 

@@ -14,6 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash import checkpoints, completions, evaluate
+from dflash.completion_store import Completion
 from dflash.completions import Server
 from tests.dflash.pairs import DRAFTER, write_drafter, write_prompts, write_target
 
@@ -153,7 +154,7 @@ CHECKPOINT_FILES = {
     "empty directory": (lambda path, data: path.mkdir(), "has no config.json with a *.safetensors file"),
     "link to itself": (lambda path, data: path.symlink_to(path), "does not exist"),
     "no model": (lambda path, data: torch.save({"a\nb": 1}, path), "holds keys a\\nb, expected model_state_dict"),
-    "no tensors": (lambda path, data: torch.save({"model_state_dict": {"a": 1}}, path), "no config"),
+    "no tensors": (lambda path, data: torch.save({"model_state_dict": {"a": 1}}, path), "a, which is not a tensor"),
     "list": (lambda path, data: torch.save([1], path), "holds no dictionary"),
     "code": (lambda path, data: torch.save(RunsCode(path.with_name("ran")), path), "its pickle names posix.system"),
 }
@@ -267,7 +268,7 @@ def test_target_files(refused, files, tmp_path, name, content):
     (tmp_path / "target" / name).unlink()
     if content is not None:
         (tmp_path / "target" / name).write_text(content)
-    assert refused(target=tmp_path / "target").startswith(f"target {tmp_path}/target ")
+    assert refused(target=tmp_path / "target").startswith(f"target {tmp_path}/target")
 
 
 @pytest.mark.parametrize("url", ["nowhere", "http://", "http://127.0.0.1:port", "http://a b", "http://a..b/"])
@@ -277,13 +278,13 @@ def test_server_urls(refused, url):
 
 def test_a_server_with_another_vocabulary(refused, monkeypatch):
     monkeypatch.setattr(completions, "connect", lambda url: Server(url, "sglang"))
-    monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: [[64]] * len(prompts))
+    monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: [Completion([64])] * len(prompts))
     assert "http://server wrote token 64, the target" in refused("--server", "http://server")
 
 
 def test_completions_of_one_token(refused, files, tmp_path):
     shutil.copytree(files / "target", tmp_path / "target")
-    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(64))}))
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": [token for token in range(64) if token != 1]}))
     assert refused(target=tmp_path / "target").startswith("no completion is longer than one token")
 
 
@@ -299,18 +300,20 @@ def test_outputs_that_cannot_be_written(refused, files, tmp_path):
 
 def test_a_disk_that_is_full(refused, monkeypatch):
     """The kernel refuses to let the report grow: the files that a full disk leaves, and the error it gives."""
-    write = evaluate._write
+    measure = evaluate.measure
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
 
-    def limited(*arguments):
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
-        try:
-            write(*arguments)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    def then_limited(*arguments):
+        measured = measure(*arguments)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        return measured
 
-    monkeypatch.setattr(evaluate, "_write", limited)
-    assert refused().endswith("could not be written (File too large); nothing was left there")
+    monkeypatch.setattr(evaluate, "measure", then_limited)
+    try:
+        said = refused()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert said.endswith("could not be written (File too large); nothing was left there")
 
 
 def test_ctrl_c(files, tmp_path):
@@ -318,7 +321,7 @@ def test_ctrl_c(files, tmp_path):
     code = "import sys; from dflash.cli import main; sys.argv[0] = 'dflash'; main()"
     arguments = [
         *("evaluate", "--target", files / "target", "--checkpoint", files / "drafter"),
-        *("--prompts", files / "prompts.jsonl", "--output", tmp_path / "report", "--max-new-tokens", 100_000),
+        *("--prompts", files / "prompts.jsonl", "--output", tmp_path / "report", "--max-new-tokens", 480),
         *("--ignore-eos", "--device", "cpu"),
     ]
     with subprocess.Popen(

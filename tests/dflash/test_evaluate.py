@@ -9,14 +9,18 @@ import pytest
 import torch
 
 from dflash import completions, evaluate
+from dflash import request as request_module
 from dflash.checkpoints import read_checkpoint
+from dflash.completion_store import Completion
 from dflash.completions import Server
 from dflash.errors import UsageError
-from dflash.evaluate import OutputError, Request, fingerprint
-from dflash.metrics import judge, summarize
+from dflash.hidden_states import fingerprint
+from dflash.metrics import SEED, judge, summarize
+from dflash.output import OutputError
 from dflash.progress import Phases
 from dflash.prompts import read_prompts
 from dflash.report import read_report
+from dflash.request import Request
 from dflash.target import Target, TargetMismatchError
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
@@ -70,8 +74,10 @@ def test_the_report_directory_holds_what_was_measured(request_of):
     assert report.settings.completion_agreement == 1.0
     assert [prompt.tokens for prompt in report.prompts] == [24] * 4
     assert list(report.timings) == ["tokenizer", "reference_completions", "hidden_states", "drafter", "blocks"]
-    assert {check.name for check in report.checks} == {
-        *("target-class", "tap-source", "fc-shape", "taps-as-reference", "slot-profile", "independent-forward")
+    names = [check.name for check in report.checks]
+    assert len(names) == len(set(names)) == 19
+    assert {"tap-source", "independent-forward", "context-strictly-before-anchor", "gqa"} <= {
+        check.name for check in report.checks if check.status == "pass"
     }
 
 
@@ -87,8 +93,9 @@ def test_the_figures_are_those_of_the_rounds_written_beside_them(request_of):
         ranks = [0 if rank is None else rank for rank in line["rank_of_right"]]
         again.append(judge(line["prompt"], line["anchor"], line["drafted"], ranks, following))
     assert [json.loads(json.dumps(one.to_dict())) for one in again] == rounds_of(request.output)
-    expected = summarize(again, [], seed=evaluate.SEED)
-    assert report.metrics.model_copy(update={"random_anchor_tau": None}) == expected
+    expected = summarize(again, [], {}, seed=SEED)
+    assert report.metrics.model_copy(update={"random_anchor_tau": None, "ddtree": None}) == expected
+    assert list(report.metrics.ddtree) == ["8", "16", "64", "128", "256", "512"]
 
 
 def test_a_hybrid_target_in_both_dtypes(request_of, tmp_path):
@@ -127,7 +134,7 @@ def test_completions_of_a_server_are_measured_as_the_targets_own(request_of, mon
     own = run(request_of())
     replies = {prompt.id: prompt.token_ids for prompt in own.prompts}
     monkeypatch.setattr(completions, "connect", lambda url: Server(url, "sglang"))
-    monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: list(replies.values()))
+    monkeypatch.setattr(completions, "complete", lambda *asked, **settings: list(map(Completion, replies.values())))
     served = run(request_of(server="http://server", output=tmp_path / "served"))
     assert served.metrics == own.metrics
     assert served.settings.completions == "http://server"
@@ -143,7 +150,7 @@ def test_what_a_server_wrote_behind_the_end_token_is_left_out(request_of, monkey
     monkeypatch.setattr(Target, "eos_token_ids", property(lambda self: frozenset({end})))
     monkeypatch.setattr(completions, "connect", lambda url: Server(url, "sglang"))
     replies = [prompt.token_ids for prompt in full.prompts]
-    monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: replies)
+    monkeypatch.setattr(completions, "complete", lambda *asked, **settings: list(map(Completion, replies)))
     served = run(request_of(server="http://server", ignore_eos=False, output=tmp_path / "served"))
     assert served.prompts[0].token_ids == completions.until_end(replies[0], frozenset({end}))
     assert served.prompts[0].tokens <= 8
@@ -186,7 +193,7 @@ def test_a_drafter_of_another_target_is_refused(request_of, tmp_path, change, me
 
 def test_a_config_borrowed_from_the_reference_is_a_warning(request_of, files, monkeypatch):
     borrowed = replace(read_checkpoint(files / "drafter"), config_source="reference")
-    monkeypatch.setattr(evaluate, "read_checkpoint", lambda path, **sources: borrowed)
+    monkeypatch.setattr(request_module, "read_checkpoint", lambda path, **sources: borrowed)
     report = run(request_of())
     assert report.valid
     assert [check.status for check in report.checks if check.name == "config-source"] == ["warn"]
@@ -195,7 +202,7 @@ def test_a_config_borrowed_from_the_reference_is_a_warning(request_of, files, mo
 def test_what_the_checkpoint_says_of_its_training_is_in_the_report(request_of, files, monkeypatch):
     said = {"step": 400, "loss": 1.5, "accuracy": "high", "recipe": "paper"}
     checkpoint = replace(read_checkpoint(files / "drafter"), training=said)
-    monkeypatch.setattr(evaluate, "read_checkpoint", lambda path, **sources: checkpoint)
+    monkeypatch.setattr(request_module, "read_checkpoint", lambda path, **sources: checkpoint)
     training = run(request_of()).training.model_dump(exclude_none=True)
     assert training == {"step": 400, "loss": 1.5, "recipe": "paper"}
 

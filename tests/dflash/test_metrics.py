@@ -6,18 +6,22 @@ from dflash.metrics import (
     STREAK_WIDTHS,
     NoRoundsError,
     Round,
+    TreeRound,
     acceptance_by_position,
     accepted_by_position,
     accuracy_by_position,
+    by_prompt,
     compare,
     conditional_by_position,
     histogram,
     interval,
     judge,
+    judge_tree,
     mean_streak,
+    speedup,
     streak,
     summarize,
-    tau_macro,
+    tau,
     tau_pooled,
 )
 
@@ -87,7 +91,9 @@ def test_advances_add_up_to_the_tokens_without_the_first():
 
 def test_pooled_and_macro_tau():
     assert tau_pooled(ROUNDS[1:] + OTHER) == (1 + 2 + 2) / 3
-    assert tau_macro(ROUNDS[1:] + OTHER) == ((1 + 2) / 2 + 2) / 2
+    both = tau(by_prompt(ROUNDS[1:] + OTHER), seed=0)
+    assert both.pooled == (1 + 2 + 2) / 3
+    assert both.macro == ((1 + 2) / 2 + 2) / 2
 
 
 def test_positions_count_only_slots_inside_the_completion():
@@ -126,24 +132,24 @@ def test_streak_is_drafts_only_and_ends_at_the_first_slot_outside_the_width():
 
 
 def test_summary_puts_every_figure_under_its_name():
-    metrics = summarize(ROUNDS + OTHER, OTHER, seed=0)
+    metrics = summarize(ROUNDS + OTHER, OTHER, {}, seed=0)
     assert metrics.tau.pooled == 2.0
     assert (metrics.rounds, metrics.tokens, metrics.cut_rounds) == (4, 10, 1)
     assert metrics.streak["1"] == (2 + 0 + 2 + 1) / 4
     assert metrics.random_anchor_tau == 2.0
-    assert summarize(ROUNDS, [], seed=0).random_anchor_tau is None
+    assert summarize(ROUNDS, [], {}, seed=0).random_anchor_tau is None
 
 
 def test_no_round_is_an_error_of_its_own():
     with pytest.raises(NoRoundsError, match="longer than one token"):
-        summarize([], [], seed=0)
+        summarize([], [], {}, seed=0)
 
 
 def test_interval_needs_two_prompts_and_is_seeded():
-    assert interval(ROUNDS, seed=0) is None
+    assert interval(by_prompt(ROUNDS), seed=0) is None
     many = [judge(str(place), 0, [1, 2 + place % 2, 3], [0, 0, 0], [1, 2, 3, 4]) for place in range(40)]
-    low, high = interval(many, seed=1)
-    assert (low, high) == interval(many, seed=1)
+    low, high = interval(by_prompt(many), seed=1)
+    assert (low, high) == interval(by_prompt(many), seed=1)
     assert low < tau_pooled(many) == 3.0 < high
     # 40 prompts, half with advance 4 and half with 2: standard error 1/sqrt(40).
     assert high - low == pytest.approx(2 * 1.96 / 40**0.5, rel=0.1)
@@ -151,10 +157,43 @@ def test_interval_needs_two_prompts_and_is_seeded():
 
 def test_comparison_is_paired_by_prompt_not_by_order():
     ours = [judge(str(place), 0, [1, 2 + place % 2], [0, 0], [1, 2, 3]) for place in range(20)]
-    same = compare(ours, ours[::-1], seed=0)
+    same = compare(by_prompt(ours), by_prompt(ours[::-1]), seed=0)
     assert (same.difference, same.ci95, same.prompts) == (0.0, (0.0, 0.0), 20)
     worse = [judge(str(place), 0, [9, 9], [0, 0], [1, 2, 3]) for place in range(20)]
-    assert compare(ours, worse, seed=0).ci95[0] > 0
+    assert compare(by_prompt(ours), by_prompt(worse), seed=0).ci95[0] > 0
+
+
+def test_a_verdict_needs_64_prompts_and_an_interval_beside_zero():
+    def alike(prompts: int, right: int) -> dict[str, tuple[int, int]]:
+        return {str(place): (right + place % 2, 1) for place in range(prompts)}
+
+    def verdict(ours: dict[str, tuple[int, int]], theirs: dict[str, tuple[int, int]]) -> str:
+        return compare(ours, theirs, seed=0).verdict
+
+    assert verdict(alike(64, 3), alike(64, 2)) == "better"
+    assert verdict(alike(64, 2), alike(64, 3)) == "worse"
+    assert verdict(alike(64, 2), alike(64, 2)) == "no difference shown"
+    assert verdict(alike(63, 3), alike(63, 2)) == "too few prompts"
+    # As many prompts gain as lose.
+    swapped = {prompt: (5 - advance, 1) for prompt, (advance, _) in alike(64, 2).items()}
+    assert verdict(alike(64, 2), swapped) == "no difference shown"
+
+
+def test_speedup_is_what_a_round_saves_over_plain_steps():
+    assert speedup(4.0, draft=1.0, verify=3.0, step=2.0).expected == 4.0 * 2.0 / (1.0 + 3.0)
+
+
+def test_a_tree_accepts_the_right_prefixes_it_holds_and_its_last_round_ends_with_the_text():
+    numbers = (1, 3, 9, 40)
+    assert [judge_tree("a", 5, numbers, nodes, left=9).accepted for nodes in (1, 2, 3, 8, 9, 64)] == [1, 1, 2, 2, 3, 4]
+    assert judge_tree("a", 5, numbers, 64, left=9) == TreeRound("a", 5, 4, 5)
+    assert judge_tree("a", 5, numbers, 64, left=4) == TreeRound("a", 5, 4, 4)
+
+
+def test_each_tree_has_its_own_walk_in_the_summary():
+    trees = {8: [TreeRound("a", 0, 3, 4), TreeRound("a", 4, 1, 2)], 16: [TreeRound("a", 0, 5, 6)]}
+    assert summarize(ROUNDS, [], trees, seed=0).ddtree == {"8": 3.0, "16": 6.0}
+    assert summarize(ROUNDS, [], {}, seed=0).ddtree is None
 
 
 @st.composite
@@ -174,7 +213,7 @@ def walks(draw: st.DrawFn) -> tuple[list[list[int]], list[Round], int]:
 @given(walks())
 def test_figures_agree_with_each_other(walked):
     completions, rounds, block_size = walked
-    metrics = summarize(rounds, [], seed=0)
+    metrics = summarize(rounds, [], {}, seed=0)
     assert sum(one.advance for one in rounds) == sum(len(completion) - 1 for completion in completions)
     assert metrics.tokens == sum(map(len, completions))
     assert metrics.tau.pooled == (metrics.tokens - len(completions)) / metrics.rounds

@@ -8,7 +8,8 @@ from dflash import replay as replay_module
 from dflash.config import DrafterConfig
 from dflash.drafter import Drafter
 from dflash.metrics import judge, tau_pooled
-from dflash.replay import RANDOM_ANCHORS, Batch, DraftError, Text, replay, walk
+from dflash.replay import RANDOM_ANCHORS, Batch, DraftError, Text, replay
+from dflash.trees import best_first
 
 VOCABULARY, HIDDEN, TAPS, BLOCK = 61, 32, 2, 6
 CONFIG = {
@@ -55,8 +56,8 @@ def pair():
     return drafter, RandomVocabulary()
 
 
-def run(pair, texts, *, max_blocks=None, seed=0, progress=lambda done, total: None):
-    return replay(*pair, texts, max_blocks=max_blocks, seed=seed, progress=progress)
+def run(pair, texts, *, max_blocks=None, seed=0, trees=(), progress=lambda done, total: None):
+    return replay(*pair, texts, max_blocks=max_blocks, seed=seed, trees=trees, progress=progress)
 
 
 def random_texts(lengths, seed=0):
@@ -108,6 +109,39 @@ def test_the_batched_walk_is_the_plain_loop(pair):
     assert walked == expected
     assert len({one.advance for one in walked}) >= 4
     assert any(one.cut for one in walked)
+
+
+def test_each_tree_walks_on_its_own_as_the_plain_loop(pair):
+    texts = random_texts([(3, 40), (17, 25), (1, 2), (8, 1)])
+    plant_right_drafts(pair, texts)
+    result = run(pair, texts, trees=(2, 8, 64))
+    for nodes, walked in result.trees.items():
+        expected = []
+        for text in texts:
+            anchor = text.prompt_length
+            while (left := len(text.tokens) - 1 - anchor) > 0:
+                accepted = grown_tree(naive_logits(pair, text, anchor), text.tokens[anchor + 1 :], nodes)
+                advance = min(accepted + 1, left)
+                expected.append((text.id, anchor, accepted, advance))
+                anchor += advance
+        assert [(one.prompt, one.anchor, one.accepted, one.advance) for one in walked] == expected
+    taus = [tau_pooled(walked) for walked in result.trees.values()]
+    assert taus == sorted(taus)
+    assert taus[0] < taus[-1]
+    assert result.walk == run(pair, texts).walk, "trees change the chain"
+
+
+def grown_tree(logits, following, nodes):
+    """Drafts that DDTree(nodes) accepts, by growing it and walking down from the root."""
+    log_probs, tokens = logits.log_softmax(-1).sort(dim=-1, descending=True)
+    children = {}
+    for number, node in enumerate(best_first(log_probs.tolist(), nodes), start=1):
+        children[node.parent, int(tokens[node.depth - 1, node.rank])] = number
+    at = depth = 0
+    while depth < len(following) and (at, following[depth]) in children:
+        at = children[at, following[depth]]
+        depth += 1
+    return depth
 
 
 def test_what_a_text_drafts_does_not_depend_on_its_batch(pair):
@@ -164,16 +198,16 @@ def test_equal_logits_rank_by_id_so_that_rank_zero_is_the_draft(pair):
     drafter, vocabulary = pair
     vocabulary.head = torch.zeros(VOCABULARY, HIDDEN)
     text = random_texts([(3, 8)])[0]
-    [(drafted, ranks)] = Batch.of(drafter, vocabulary, [text]).draft([3])
-    assert drafted == [0] * (BLOCK - 1)
-    assert ranks == text.tokens[4 : 4 + BLOCK - 1]
+    drafts = Batch.of(drafter, vocabulary, [text]).draft([[3]])
+    assert drafts.drafted.tolist() == [[[0] * (BLOCK - 1)]]
+    assert drafts.ranks.tolist() == [[text.tokens[4 : 4 + BLOCK - 1]]]
 
 
 def test_a_drafter_that_is_not_finite_is_named_with_prompt_and_place(pair):
     texts = random_texts([(3, 40), (17, 25)])
     texts[1].taps[2] = float("nan")
     with pytest.raises(DraftError, match=r"prompt p1: .* position 17 is not finite"):
-        list(walk(Batch.of(*pair, texts), max_blocks=None))
+        run(pair, texts)
 
 
 def test_progress_counts_completion_tokens_to_the_end(pair):

@@ -3,7 +3,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from dflash.metrics import compare, judge, summarize
+from dflash.metrics import by_prompt, compare, judge, summarize
 from dflash.render import to_markdown
 from dflash.report import Check, CheckpointInfo, PromptResult, Report, ReportError, Settings, TargetInfo, read_report
 
@@ -43,7 +43,7 @@ def report():
             seed=0,
         ),
         versions={"torch": "2"},
-        metrics=summarize(ROUNDS, [], seed=0),
+        metrics=summarize(ROUNDS, [], {}, seed=0),
         prompts=[PromptResult(id="a|b\nc", text="x", tokens=7, rounds=2, tau=3.0, token_ids=[1, 2])],
         checks=[Check(name="fc-shape", status="pass", measured=96, limit=96, explanation="fits")],
         timings={"blocks": 0.5},
@@ -53,8 +53,8 @@ def report():
 def with_reference(report):
     return report.model_copy(
         update={
-            "reference_metrics": summarize(REFERENCE, [], seed=0),
-            "comparison": compare(ROUNDS, REFERENCE, seed=0),
+            "reference_metrics": summarize(REFERENCE, [], {}, seed=0),
+            "comparison": compare(by_prompt(ROUNDS), by_prompt(REFERENCE), seed=0),
         }
     )
 
@@ -72,11 +72,12 @@ def test_the_file_has_the_agreed_names(report):
     assert set(raw) == {
         *("schema", "created", "valid", "invalid_because", "checkpoint", "training", "relay", "target", "reference"),
         *("settings", "versions", "metrics", "reference_metrics", "comparison", "prompts", "checks", "timings"),
+        *("served", "left_out"),
     }
     assert set(raw["metrics"]) == {
         *("tau", "rounds", "tokens", "cut_rounds", "lossless_prompts", "accepted_by_position"),
         *("acceptance_by_position", "conditional_by_position", "accuracy_by_position", "histogram", "streak"),
-        *("ddtree", "random_anchor_tau"),
+        *("ddtree", "random_anchor_tau", "speedup"),
     }
     assert list(raw["metrics"]["streak"]) == ["1", "2", "4", "8", "16", "64"]
     assert raw["metrics"]["ddtree"] is None
