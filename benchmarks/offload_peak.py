@@ -5,8 +5,8 @@
 A dense and a hybrid target of random weights, with a head larger than a layer, are written to a folder of their own.
 For each, two fresh processes on the CPU in float32 run the same texts in the same batches:
 
-- *floor*: one layer, the largest, with weights from nowhere; the states of all texts go through it as often as there are
-  layers, and the taps are kept. Its peak is the largest layer + activations.
+- *floor*: one layer, the largest, with random weights; the states of all texts go through it as often as there are
+  layers up to the last tap, and room for the taps is there. Its peak is the largest layer + activations.
 - *streamed*: :class:`dflash.offload.StreamedTaps` on the files.
 
 Counted is the rise of the resident set over what the process had after its imports and a first tiny run of the same
@@ -14,6 +14,7 @@ kind, so neither the interpreter nor torch's own start is in it. The issue's lim
 """
 
 import argparse
+import ctypes
 import shutil
 import subprocess  # noqa: TID251 - a peak is that of a fresh process
 import sys
@@ -59,10 +60,8 @@ def main() -> None:
         finally:
             shutil.rmtree(folder)
         print(f"{name}: largest layer {layer / MIB:.0f} MiB, head {head / MIB:.0f} MiB, {sum(LENGTHS)} tokens")
-        print(f"  floor, one layer and the activations   {floor / MIB:6.0f} MiB")
-        print(
-            f"  streamed, {max(LAYERS) + 1} of {SIZES['num_hidden_layers']} layers             {streamed / MIB:6.0f} MiB"
-        )
+        print(f"  floor: one layer, activations  {floor / MIB:6.0f} MiB")
+        print(f"  streamed: {max(LAYERS) + 1} of {SIZES['num_hidden_layers']} layers      {streamed / MIB:6.0f} MiB")
         print(f"ratio {name} {streamed / floor:.3f}")
 
 
@@ -98,6 +97,7 @@ def measure(how: str, target: Path) -> int:
     streamed = StreamedTaps.open(target)
     run = {"streamed": streamed_run, "floor": floor_run}[how]
     run(streamed, [[1, 2, 3]])
+    ctypes.CDLL(None).malloc_trim(0)  # what the first run has freed is not there to be used again
     before = status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts again from here
     run(streamed, ids)

@@ -165,7 +165,7 @@ class Cache:
 
     def _opened(self, path: Path) -> Any:
         try:
-            file: Any = safe_open(str(path), framework="pt", backend="pread")
+            file: Any = safe_open(str(path), framework="pt")
             said = file.metadata() or {}
         except (SafetensorError, OSError) as error:
             raise CacheError(f"cache {path} is damaged or cut short ({error}); remove the file") from None

@@ -252,9 +252,9 @@ def decode_estimate(directory: str | Path, tokens: int) -> Estimate:
     All prompts decoded together share a reading, so ``tokens`` is the longest completion in one batch.
     """
     shards = Shards.open(directory)
-    stored = {name: _stored_bytes(shards, name) for name in shards.tensors}
-    needed = sum(size for name, size in stored.items() if name != shards.embedding_name or name == shards.head_name)
-    return Estimate(tokens, needed, _read_speed(shards, stored))
+    lookup = {shards.embedding_name} - {shards.head_name}
+    needed = sum(tensor.size for name, tensor in shards.tensors.items() if name not in lookup)
+    return Estimate(tokens, needed, _read_speed(shards))
 
 
 def show_seconds(seconds: float) -> str:
@@ -264,22 +264,17 @@ def show_seconds(seconds: float) -> str:
     return f"{seconds / 60:.0f} minutes" if seconds < 7200 else f"{seconds / 3600:.1f} hours"
 
 
-def _read_speed(shards: Shards, stored: dict[str, int]) -> float:
+def _read_speed(shards: Shards) -> float:
     """Bytes a second of a short read of the last layers, the least likely to be in the page cache from another read."""
     done = 0
     started = time.perf_counter()
     with shards.reader() as reader:
         for name in reversed([name for name in shards.tensors if name.startswith("model.layers.")]):
-            reader.tensor(name, dtype=getattr(torch, shards.tensors[name].dtype))
-            done += stored[name]
+            reader.tensor(name, dtype=shards.tensors[name].torch_dtype)
+            done += shards.tensors[name].size
             if done >= _SPEED_BYTES:
                 break
     return done / max(time.perf_counter() - started, 1e-6)
-
-
-def _stored_bytes(shards: Shards, name: str) -> int:
-    tensor = shards.tensors[name]
-    return int(torch.Size(tensor.shape).numel() * getattr(torch, tensor.dtype).itemsize)
 
 
 def _embedded(reader: Reader, shards: Shards, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:

@@ -1,22 +1,21 @@
 """A target's safetensors files, read by the tensor and by the row: names and shapes from the headers alone.
 
 Used where the whole model is not wanted in memory: layer streaming, and the few embedding rows a drafter borrows.
-Bytes come by ``pread`` into the tensor that keeps them. A memory map would count every page it has touched as memory
-of the process, and read ahead of what is asked for.
+Bytes come by ``pread`` into the tensor that keeps them. safetensors' memory map counts every page it has touched as
+memory of the process, and its ``pread`` backend (0.8) reads the whole tensor for one row of it.
 """
 
 import json
 import math
+import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -34,12 +33,27 @@ _READ_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where one weight lies. ``stored`` is its name in ``file``, ``dtype`` torch's name of what is stored."""
+    """Where one weight lies: ``stored`` is its name in ``file``, ``start`` the offset of its first byte there."""
 
     file: Path
     stored: str
     shape: tuple[int, ...]
     dtype: str
+    start: int
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return math.prod(self.shape[1:]) * self.torch_dtype.itemsize
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file."""
+        return math.prod(self.shape) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -65,7 +79,7 @@ class Shards:
             for stored, record in _header(file).items():
                 name = "model." + stored.removeprefix(_TEXT_MODEL) if stored.startswith(_TEXT_MODEL) else stored
                 if not any(pattern.search(name) for pattern in ignored):
-                    tensors[name] = StoredTensor(file, stored, record.shape, record.dtype)
+                    tensors[name] = StoredTensor(file, stored, record.shape, record.dtype, record.record.start)
         shards = cls(directory, config, tensors)
         shards._require_exact(model_class)
         return shards
@@ -126,12 +140,11 @@ class Shards:
 
 
 class Reader:
-    """Open files of one :class:`Shards`."""
+    """Open files of one :class:`Shards`. One thread at a time."""
 
     def __init__(self, shards: Shards) -> None:
         self._shards = shards
-        self._stack = ExitStack()
-        self._open: dict[Path, Any] = {}
+        self._open: dict[Path, int] = {}
 
     def __enter__(self) -> Self:
         return self
@@ -139,38 +152,42 @@ class Reader:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._stack.close()
+        while self._open:
+            os.close(self._open.popitem()[1])
 
     def tensor(self, name: str, *, dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
         """The whole weight; only a few MiB more than it takes are in memory at any time."""
         stored = self._shards.tensors[name]
         result = torch.empty(stored.shape, dtype=dtype, device=device)
-        if not stored.shape:
-            return result.copy_(self._file(stored).get_tensor(stored.stored))
-        row = math.prod(stored.shape[1:]) * torch.empty(0, dtype=getattr(torch, stored.dtype)).element_size()
-        step = max(1, _READ_BYTES // max(1, row))
-        for start in range(0, stored.shape[0], step):
-            self.rows(name, start, min(start + step, stored.shape[0]), out=result[start : start + step])
+        flat = result.view(1) if not stored.shape else result
+        step = max(1, _READ_BYTES // max(1, stored.row_bytes))
+        for start in range(0, len(flat), step):
+            self.rows(name, start, min(start + step, len(flat)), out=flat[start : start + step])
         return result
 
     def rows(self, name: str, start: int, stop: int, *, out: Tensor) -> Tensor:
         """Rows ``start`` … ``stop`` - 1 of the weight, into ``out`` of any dtype and device."""
         stored = self._shards.tensors[name]
+        direct = out.device.type == "cpu" and out.dtype == stored.torch_dtype and out.is_contiguous()
+        there = out if direct else torch.empty(out.shape, dtype=stored.torch_dtype)
+        memory = there.view(-1).view(torch.uint8).numpy().data
+        offset = stored.start + start * stored.row_bytes
         try:
-            return out.copy_(self._file(stored).get_slice(stored.stored)[start:stop])
-        except (SafetensorError, OSError) as error:
-            raise TargetLoadError(
-                f"target {stored.file}: {stored.stored} cannot be read ({error}); is the file still being written?"
-            ) from None
+            while memory:
+                got = os.preadv(self._file(stored.file), [memory], offset)
+                if not got:
+                    raise TargetLoadError(
+                        f"target {stored.file} ends inside {stored.stored}; is it still being written?"
+                    )
+                memory, offset = memory[got:], offset + got
+        except OSError as error:
+            raise TargetLoadError(f"target {stored.file} cannot be read ({error.strerror})") from None
+        return out if direct else out.copy_(there)
 
-    def _file(self, stored: StoredTensor) -> Any:
-        if stored.file not in self._open:
-            try:
-                opened: Any = safe_open(str(stored.file), framework="pt", backend="pread")
-            except (SafetensorError, OSError) as error:
-                raise TargetLoadError(f"target {stored.file} cannot be read ({error}); copy the file again") from None
-            self._open[stored.file] = self._stack.enter_context(opened)
-        return self._open[stored.file]
+    def _file(self, path: Path) -> int:
+        if path not in self._open:
+            self._open[path] = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        return self._open[path]
 
 
 def _files(directory: Path) -> list[Path]:

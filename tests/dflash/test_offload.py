@@ -221,7 +221,7 @@ def test_the_decode_estimate_counts_every_weight_but_the_embedding_for_each_toke
     directory, _ = saved(dense, tmp_path)
     weights = load_file(directory / "model.safetensors")
     expected = sum(weight.nbytes for name, weight in weights.items() if "embed_tokens" not in name)
-    monkeypatch.setattr(offload, "_read_speed", lambda shards, stored: 1000.0)
+    monkeypatch.setattr(offload, "_read_speed", lambda shards: 1000.0)
     estimate = decode_estimate(directory, 64)
     assert estimate.bytes_per_token == expected
     assert estimate.seconds == pytest.approx(64 * expected / 1000)
