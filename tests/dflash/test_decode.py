@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dflash import decode as decode_module
 from dflash.checkpoints import build_drafter, read_checkpoint
-from dflash.decode import Decoding, Stopwatch, VerifyError, decode
+from dflash.decode import Decoding, Session, Stopwatch, VerifyError, decode
 from dflash.drafter import Drafter
 from dflash.metrics import Round
 from dflash.replay import DraftError, Text
@@ -22,7 +22,7 @@ from tests.dflash import test_against_transformers as peer
 from tests.dflash.greedy import greedy_texts, tau, tiny_prompts, walk
 from tests.tiny import Pair
 
-PROMPTS, NEW_TOKENS = 3, 32
+PROMPTS, NEW_TOKENS = 2, 40
 
 
 class Case:
@@ -81,7 +81,7 @@ def test_decoding_writes_the_greedy_completions_in_the_rounds_of_the_replay(case
     assert [text.prompt_length for text in decoding.texts] == [text.prompt_length for text in case.texts]
     assert decoding.rounds == case.walked(case.texts)
     assert len({one.advance for one in decoding.rounds}) > 4
-    assert tau(decoding.rounds) > 3
+    assert tau(decoding.rounds) > 2.5
 
 
 def test_the_taps_of_the_texts_are_those_of_a_pass_over_all_tokens(case: Case) -> None:
@@ -96,7 +96,7 @@ def test_rounds_equal_those_of_transformers_own_verifier(
 ) -> None:
     case = Case(tiny_dense, 1)
     assistant = peer.as_assistant(case.checkpoint, tmp_path / "export")
-    decoding = case.decode(max_new_tokens=peer.NEW_TOKENS, prompts=2)
+    decoding = case.decode(max_new_tokens=peer.NEW_TOKENS, prompts=1)
     for text in decoding.texts:
         written, theirs = peer.decode(case.target, assistant, text.tokens[: text.prompt_length], monkeypatch)
         mine = [one for one in decoding.rounds if one.prompt == text.id]
@@ -106,7 +106,7 @@ def test_rounds_equal_those_of_transformers_own_verifier(
         assert drafts == [its.drafted for its in theirs], text.id
 
 
-@pytest.mark.parametrize("limit", [1, 2, 11])
+@pytest.mark.parametrize("limit", [1, 2, 9])
 def test_the_token_limit_cuts_the_last_round(case: Case, limit: int) -> None:
     decoding = case.decode(max_new_tokens=limit)
     expected = [shortened(text, limit) for text in case.texts]
@@ -179,6 +179,15 @@ def test_each_committed_token_is_projected_once_and_the_anchor_not_yet(
     assert seen == [(one.anchor, one.anchor) for one in rounds]  # as many keys as there are tokens before the anchor
 
 
+def test_equal_logits_rank_by_id_as_the_draft_is_chosen(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Target, "logits", lambda target, hidden: torch.zeros(*hidden.shape[:-1], 512))
+    decoding = case.decode(prompts=1, max_blocks=2)
+    assert {token for one in decoding.rounds for token in one.drafted} == {0}
+    session = Session(case.drafter, case.target, "p", case.texts[0].tokens, room=8)
+    right = torch.tensor([7, 0, 3, 511, 2, 1, 9])
+    assert session.ranks(torch.zeros(7, 128), right).tolist() == right.tolist()
+
+
 def test_a_drafter_that_is_not_finite_is_named_with_prompt_and_place(tiny_dense: Pair) -> None:
     case = Case(tiny_dense, 1)
     with torch.no_grad():
@@ -199,13 +208,13 @@ def test_a_target_that_is_not_finite_is_named(tiny_dense: Pair) -> None:
 def test_sampled_decoding_is_seeded_and_its_rounds_add_up(case: Case) -> None:
     def decoded(name: Any, seed: int) -> Decoding:
         sampler = make_sampler(name, temperature=3.0, seed=seed)
-        return case.decode(sampler=sampler, prompts=1, max_new_tokens=12)
+        return case.decode(sampler=sampler, prompts=1, max_new_tokens=8)
 
     for name in ("rejection", "target-match"):
         first = decoded(name, 0)
         assert first.texts[0].tokens == decoded(name, 0).texts[0].tokens != decoded(name, 1).texts[0].tokens
-        assert first.texts[0].tokens != shortened(case.texts[0], 12).tokens
-        assert sum(one.advance for one in first.rounds) == 11
+        assert first.texts[0].tokens != shortened(case.texts[0], 8).tokens
+        assert sum(one.advance for one in first.rounds) == 7
         for one, following in zip(first.rounds, first.rounds[1:], strict=False):
             assert one.anchor + one.advance == following.anchor
 

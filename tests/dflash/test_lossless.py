@@ -101,17 +101,20 @@ def decoded_losslessly(pair: Pair, dtype: torch.dtype, prompts: slice, new_token
 
 @pytest.mark.parametrize("kind", ["hybrid", "dense"])
 def test_clean_decoding_in_float32_is_lossless(kind: str, request: pytest.FixtureRequest) -> None:
-    found = decoded_losslessly(request.getfixturevalue(f"tiny_{kind}"), torch.float32, slice(2), 20)
-    assert (found.check.status, found.prompts) == ("pass", 2)
+    found = decoded_losslessly(request.getfixturevalue(f"tiny_{kind}"), torch.float32, slice(1), 24)
+    assert (found.check.status, found.prompts) == ("pass", 1)
 
 
 def test_clean_decoding_in_bfloat16_differs_at_near_ties_only(tiny_hybrid: Pair) -> None:
-    found = decoded_losslessly(tiny_hybrid, torch.bfloat16, slice(2, 4), 20)
+    """Whether there is a near-tie is the processor's business; that nothing else differs is not."""
+    found = decoded_losslessly(tiny_hybrid, torch.bfloat16, slice(2, 3), 24)
     assert found.check.status == "pass"
-    assert found.prompts + len(found.near_ties) == 2
+    assert found.prompts + len(found.near_ties) == 1
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=["float32", "bfloat16"]
+)
 def test_recurrent_states_that_are_not_rolled_back_fail(
     tiny_hybrid: Pair, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
