@@ -51,7 +51,7 @@ def scan(hidden: Tensor, wanted: Tensor, blocks: HeadBlocks) -> Scan:
     token = torch.zeros(count, dtype=torch.long, device=device)
     for start, rows, logits in _products(hidden, blocks):
         value, place = logits.max(dim=1)
-        better = ~(value <= best[rows])
+        better = (value > best[rows]) | value.isnan()
         best[rows] = torch.where(better, value, best[rows])
         token[rows] = torch.where(better, place + start, token[rows])
         here = wanted[rows] - start
