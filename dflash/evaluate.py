@@ -138,7 +138,7 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
             seed=SEED,
             overlapping=inputs.left_out,
         )
-        found = _config_source(inputs.checkpoint) + _remembered(checks.all_checks(evidence), evidence, taps.cache)
+        found = _config_source(inputs.checkpoint) + _remembered(checks.all_checks(evidence), evidence, taps)
         found += [ours.lossless[1]] if ours.lossless else []
 
     report = make_report(
@@ -339,14 +339,16 @@ def _columns(layer_ids: Sequence[int], config: DrafterConfig) -> torch.Tensor | 
     return torch.cat([torch.arange(place * width, (place + 1) * width) for place in places])
 
 
-def _remembered(found: list[Check], evidence: Evidence, cache: Cache | None) -> list[Check]:
+def _remembered(found: list[Check], evidence: Evidence, taps: CachedTaps) -> list[Check]:
     """Checks of the loaded target, kept with the taps they are of, and taken from there when it is not loaded."""
+    cache = taps.cache
     if cache is None:
         return found
     tokens = hashlib.sha256(json.dumps([text.tokens for text in evidence.texts]).encode()).hexdigest()
     batch = evidence.checkpoint.metric_replay
     digests = {
-        "tap-source": f"{tokens} {list(evidence.checkpoint.config.target_layer_ids)}",
+        # streamed layers give no loaded target's word for their states
+        "tap-source": f"{tokens} {list(evidence.checkpoint.config.target_layer_ids)} {taps.shortfalls}",
         "clean-targets": hashlib.sha256(batch.read_bytes()).hexdigest() if batch else "",
     }
     known = []

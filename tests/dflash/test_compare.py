@@ -1,0 +1,136 @@
+"""Two reports compared: what the difference is, and which reports must not be compared."""
+
+import json
+
+import pytest
+
+from dflash.compare import NotComparableError, compare_reports
+from dflash.metrics import by_prompt, judge, summarize
+from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
+
+
+def report_of(right, *, prompts=64, **changes):
+    """A report in which prompt i accepts ``right + i % 2`` of three drafts in its only round."""
+    rounds = [
+        judge(str(place), 0, [1 if slot < right + place % 2 else 9 for slot in range(3)], [0, 0, 0], [1, 1, 1, 1])
+        for place in range(prompts)
+    ]
+    totals = by_prompt(rounds)
+    made = Report.model_validate(
+        {
+            "created": "2026-02-06T00:00:00Z",
+            "valid": True,
+            "invalid_because": [],
+            "checkpoint": CheckpointInfo(path=f"right{right}", sha256="0", format="pt", step=3, config_source="x"),
+            "target": TargetInfo.model_validate(
+                {"path": "t", "class": "C", "tensors": 1, "kernel": "torch", "dtype": "float32", "fingerprint": "f"}
+            ),
+            "settings": Settings(
+                mode="replay",
+                max_new_tokens=5,
+                ignore_eos=False,
+                thinking=None,
+                block_size=4,
+                mask_token_id=1,
+                target_layer_ids=[1],
+                prompts="p",
+                prompts_sha256="2",
+                num_prompts=prompts,
+                max_blocks=None,
+                completions="target",
+                completion_agreement=1.0,
+                device="cpu",
+                seed=0,
+            ),
+            "versions": {"torch": "2"},
+            "metrics": summarize(rounds, [], {}, seed=0),
+            "prompts": [
+                PromptResult(id=id, text="x", tokens=5, rounds=count, tau=advance / count, token_ids=[1] * 5)
+                for id, (advance, count) in totals.items()
+            ],
+            "checks": [],
+            "timings": {},
+        }
+    )
+    return changed(made, **changes)
+
+
+def changed(report, **changes):
+    """The report with fields of it, of its settings or of its target changed."""
+    for name, value in changes.items():
+        where = next(
+            (part for part in ("settings", "target") if name in type(getattr(report, part)).model_fields), None
+        )
+        if where is None:
+            report = report.model_copy(update={name: value})
+        else:
+            report = report.model_copy(update={where: getattr(report, where).model_copy(update={name: value})})
+    return report
+
+
+def test_the_difference_is_the_first_less_the_second():
+    better = compare_reports(report_of(2), report_of(1))
+    assert better.comparison.difference == 1.0
+    assert better.comparison.verdict == "better"
+    assert compare_reports(report_of(1), report_of(2)).comparison.verdict == "worse"
+    assert compare_reports(report_of(1), report_of(1)).comparison.verdict == "no difference shown"
+    assert better.headline() == "better: τ +1.000 [+1.000, +1.000] over 64 prompts"
+
+
+def test_few_prompts_give_the_difference_and_no_verdict():
+    result = compare_reports(report_of(2, prompts=63), report_of(1, prompts=63))
+    assert (result.comparison.difference, result.comparison.verdict) == (1.0, "too few prompts")
+    assert "64 are needed" in result.headline()
+
+
+def test_each_prompt_stands_beside_itself():
+    [first, second, *_] = compare_reports(report_of(2), report_of(1)).prompts
+    assert (first.id, first.ours, first.theirs, first.same_completion) == ("0", 3.0, 2.0, True)
+    assert (second.id, second.ours, second.theirs) == ("1", 4.0, 3.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"prompts_sha256": "3"}, "different prompt sets"),
+        ({"mode": "decode"}, r"different modes \(replay and decode\)"),
+        ({"fingerprint": "g"}, r"different targets \(f and g\)"),
+        ({"block_size": 8}, r"different block sizes \(4 and 8\)"),
+        ({"thinking": True}, "different thinking modes"),
+        ({"max_new_tokens": 6}, "different completion lengths"),
+        ({"ignore_eos": True}, "different completion lengths"),
+        ({"max_blocks": 3}, "different completion lengths"),
+        ({"temperature": 0.5, "sampler": "rejection"}, "different samplers"),
+        ({"valid": False, "invalid_because": ["tap-source"]}, r"second report is not valid \(tap-source\)"),
+    ],
+)
+def test_reports_of_different_things_are_refused_with_the_reason(change, says):
+    with pytest.raises(NotComparableError, match=says):
+        compare_reports(report_of(1), report_of(1, **change))
+
+
+def test_another_part_of_the_same_prompt_file_is_another_prompt_set():
+    with pytest.raises(NotComparableError, match="different prompt sets"):
+        compare_reports(report_of(1, prompts=64), report_of(1, prompts=65))
+
+
+def test_what_may_differ_is_said():
+    other = report_of(1, kernel="fla", completions="http://server")
+    other = other.model_copy(update={"prompts": [one.model_copy(update={"token_ids": [2]}) for one in other.prompts]})
+    notes = compare_reports(report_of(1), other).notes
+    assert "kernel: torch and fla" in notes
+    assert any("64 of 64 prompts have different completions" in note for note in notes)
+
+
+def test_the_command_prints_the_verdict_and_as_json_the_whole_result(run_dflash, tmp_path):
+    for name, right in (("a", 2), ("b", 1)):
+        (tmp_path / name).write_text(report_of(right).to_json())
+    shown = run_dflash("compare", tmp_path / "a", tmp_path / "b")
+    assert shown.returncode == 0
+    assert shown.out.splitlines()[-1] == "better: τ +1.000 [+1.000, +1.000] over 64 prompts"
+    raw = json.loads(run_dflash("compare", tmp_path / "a", tmp_path / "b", "--json").out)
+    assert raw["comparison"]["verdict"] == "better"
+    (tmp_path / "b").write_text(report_of(1, block_size=8).to_json())
+    refused = run_dflash("compare", tmp_path / "a", tmp_path / "b")
+    assert (refused.returncode, refused.out) == (1, "")
+    assert refused.err.startswith("error: the reports have different block sizes")
