@@ -21,7 +21,7 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, one_line
 
 CONNECT_TIMEOUT = 10.0
 """Seconds until a connection must stand."""
@@ -121,7 +121,7 @@ class Http:
 
     def _say_trouble(self, error: ServerError) -> None:
         if not self._trouble_said:
-            logger.warning("%s (trying again for up to %.0f s)", error, PATIENCE)
+            logger.warning("%s (trying again for up to %.0f s)", one_line(str(error)), PATIENCE)
             self._trouble_said = True
 
     async def _send(self, method: str, path: str, body: dict[str, Any] | None = None) -> str:

@@ -32,6 +32,8 @@ CORRECT_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accep
 PROPOSED_DRAFTS = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 DRAFTS_HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
 """SGLang's names for one thing, newest first: drafts accepted, drafts made, rounds by drafts accepted; no bonus."""
+VLLM_STATISTICS = ("metrics", "speculative_decoding")
+"""Where vLLM's answer says what its rounds were."""
 FACTS = (
     "version",
     "speculative_algorithm",
@@ -42,11 +44,12 @@ FACTS = (
     "disable_radix_cache",
     "tp_size",
 )
+"""What τ may depend on, of SGLang's ``/server_info``."""
 
 
 @dataclass(frozen=True)
 class ServedPrompt:
-    """One prompt's completion and rounds. ``ids`` may be re-tokenised text, ``tokens`` is the server's own count.
+    """One prompt's completion and rounds. ``tokens`` is the server's own count, ``ids`` may be re-tokenised text.
 
     ``raw`` is Σ advance and rounds as the server counts them. ``accepted`` and ``drafted`` are its numbers of draft
     tokens, ``by_accepted`` [B] its rounds by accepted drafts 0…B-1; ``None`` where it does not say.
@@ -60,6 +63,7 @@ class ServedPrompt:
     accepted: int | None
     drafted: int | None
     by_accepted: list[int] | None
+    retokenized: bool = False
 
     @property
     def tau(self) -> float | None:
@@ -105,6 +109,9 @@ def measure_served(
     :func:`dflash.completions.complete`. Raises :class:`ServerError`, also when the server does not speculate.
     """
 
+    done: list[str] = []
+    disturbed: list[str] = []
+
     async def measure() -> Served:
         async with Http(server.url, timeout=TIMEOUT) as http:
             asker = Asker(http, server, max_new_tokens, ignore_eos, tokenizer)
@@ -113,8 +120,6 @@ def measure_served(
             by_request = server.kind == "sglang" or isinstance(at(first, *VLLM_STATISTICS), dict)
             if not by_request:
                 await _require_idle(http)
-            done: list[str] = []
-            disturbed: list[str] = []
 
             async def one(prompt: tuple[str, list[int]]) -> ServedPrompt:
                 id, tokens = prompt
@@ -131,7 +136,10 @@ def measure_served(
             results = await each(prompts, one, concurrency=concurrency if by_request else 1)
             return Served(server, results, _alone(by_request, disturbed, len(prompts)), await _facts(http, server))
 
-    return asyncio.run(measure())
+    try:
+        return asyncio.run(measure())
+    except ServerError as error:
+        raise ServerError(f"{error}; {len(done)} of {len(prompts)} prompts were measured") from None
 
 
 def served_rounds(served: Served) -> dict[str, tuple[int, int]]:
@@ -169,9 +177,6 @@ def served_metrics(served: Served, *, ci95: tuple[float, float] | None) -> Metri
     )
 
 
-VLLM_STATISTICS = ("metrics", "speculative_decoding")
-
-
 def _of_sglang(id: str, completion: Completion, reply: Any) -> ServedPrompt:
     """``meta_info`` of /generate, in both generations of its names.
 
@@ -197,12 +202,17 @@ def _of_sglang(id: str, completion: Completion, reply: Any) -> ServedPrompt:
         accepted=_count(meta, CORRECT_DRAFTS),
         drafted=_count(meta, PROPOSED_DRAFTS),
         by_accepted=_histogram(meta, DRAFTS_HISTOGRAM, rounds),
+        retokenized=completion.retokenized,
     )
 
 
 def _of_vllm(id: str, completion: Completion, reply: Any) -> ServedPrompt:
     """``metrics.speculative_decoding`` of /v1/completions (SpeculativeDecodingMetrics of vllm-project/vllm)."""
     statistics = at(reply, *VLLM_STATISTICS)
+    if not isinstance(statistics, dict) and len(completion.ids) > 1:
+        raise ServerError(
+            f"an answer has no {'.'.join(VLLM_STATISTICS)}, which others had; is one server behind the URL?"
+        )
     rounds = _count(statistics, ("num_spec_steps",)) or 0
     accepted = _count(statistics, ("num_accepted_draft_tokens",)) or 0
     return _from_drafts(
@@ -231,7 +241,9 @@ def _from_drafts(
     tokens = len(completion.ids) if tokens is None else tokens
     without_draft = max(0, tokens - 1 - drafts - accepted)
     raw = (drafts + accepted, drafts)
-    return ServedPrompt(id, completion.ids, tokens, drafts + without_draft, raw, accepted, drafted, by_accepted)
+    return ServedPrompt(
+        id, completion.ids, tokens, drafts + without_draft, raw, accepted, drafted, by_accepted, completion.retokenized
+    )
 
 
 async def _require_idle(http: Http) -> None:
@@ -325,12 +337,12 @@ def _histogram(answer: Any, names: Sequence[str], rounds: int) -> list[int] | No
 
 
 def _sum_histograms(prompts: Sequence[ServedPrompt]) -> list[int]:
-    """[B]: rounds by accepted drafts over all prompts; empty unless every prompt has them.
+    """[B]: rounds by accepted drafts over all prompts; empty unless every prompt has them and anything was drafted.
 
     A server may leave the zeros at the end out; how many slots there are then shows in the drafts of a round.
     """
     histograms = [prompt.by_accepted for prompt in prompts if prompt.by_accepted is not None]
-    if len(histograms) < len(prompts):
+    if len(histograms) < len(prompts) or not any(map(sum, histograms)):
         return []
     drafted = [prompt.drafted // prompt.rounds for prompt in prompts if prompt.drafted is not None]
     size = max([len(histogram) for histogram in histograms] + [slots + 1 for slots in drafted])

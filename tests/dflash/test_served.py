@@ -230,6 +230,24 @@ def test_a_step_without_a_draft_is_a_round(serve):
     assert served.prompts[0].tau_raw == 8 / 3
 
 
+def test_a_server_that_speculates_and_never_drafts_has_tau_one_and_no_positions(serve):
+    server = SpeculatingVllm(Rounds({1: []}))
+    server.rounds.tokens = lambda prompt, most: 5
+    metrics = served_metrics(measure(serve(server.routes), [("a", [1])]), ci95=None)
+    assert (metrics.tau.pooled, metrics.rounds, metrics.histogram) == (1.0, 4, [])
+
+
+def test_an_answer_without_the_statistics_that_others_had_is_an_error(serve):
+    server = SpeculatingVllm(Rounds(ROUNDS), by_request=True)
+
+    def forgets(body):
+        server.by_request = body["prompt"] != [3, 5]
+        return server.complete(body)
+
+    with pytest.raises(ServerError, match=r"no metrics.speculative_decoding.*2 of 3 prompts were measured"):
+        measure(serve(server.routes | {"/v1/completions": forgets}), concurrency=1)
+
+
 def test_the_counters_of_all_engines_are_added_up():
     server = SpeculatingVllm(Rounds(ROUNDS))
     for prompt in ([1], [2], [3]):
