@@ -36,11 +36,11 @@ def _facts(report: Report) -> str:
     if report.left_out:
         lines.append(f"- left out, for they were in the training data: {', '.join(report.left_out)}")
     if report.served is not None:
-        said = ", ".join(f"{name} {value}" for name, value in report.served.settings.items())
+        told = ", ".join(f"{name} {value}" for name, value in report.served.settings.items())
         lines.append(
             f"- counted by the {report.served.kind} server {settings.completions}, whose own τ is "
             f"{report.served.tau_raw:.3f}{', prefill token included' if report.served.kind == 'sglang' else ''}; "
-            f"{said or 'it tells no settings'}"
+            f"{told or 'it tells no settings'}"
         )
     lines += [
         f"- {settings.num_prompts} prompts of `{settings.prompts}`, {_completions(report)}, at "
