@@ -2,16 +2,18 @@
 #   make demo        the whole pipeline over the local lab, with real numbers
 #   make test        all tests but the slow ones;  make test-slow  the slow ones
 #   make check       linter, formatter, types, import contract
+#   make fla-env     the second environment of the slow tests: fla and triton without a GPU (1.1 GB)
 #   make venv        only the set-up;  make lab, make lab-down  the local lab by hand
 # Options: PYTHON=/path/to/python3 (3.11 or newer), ARGS="more arguments for pytest or the demo"
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+FLA   := .venv-fla
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$python; break; }; done)
 
-.PHONY: demo test test-slow check venv system lab lab-down clean
+.PHONY: demo test test-slow check venv fla-env system lab lab-down clean
 
 demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
@@ -19,7 +21,7 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -m 'not slow' $(ARGS)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) $(FLA)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
 check: $(STAMP)
@@ -36,6 +38,18 @@ $(STAMP): pyproject.toml constraints.txt | system
 	$(BIN)/python -m pip install -c constraints.txt -e '.[model,ops,dev]'
 	touch $(STAMP)
 
+fla-env: $(FLA)/.installed
+
+# shares the first environment's packages; torch for the CPU asks for no triton, and fla's own requirements would bring
+# torch for CUDA
+$(FLA)/.installed: $(STAMP)
+	$(BIN)/python -m venv --clear $(FLA)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(%r)" % sysconfig.get_path("purelib"))' \
+		> $$($(FLA)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/first.pth
+	$(FLA)/bin/python -m pip install --no-deps \
+		flash-linear-attention==0.6.0 fla-core==0.6.0 triton==3.9.0 einops==0.8.2
+	touch $(FLA)/.installed
+
 system:
 	@PYTHON='$(PYTHON)' sh deploy/setup-debian.sh
 
@@ -47,4 +61,4 @@ lab-down: $(STAMP)
 
 clean:
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
-	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+	find . -name __pycache__ -not -path './$(VENV)*/*' -prune -exec rm -rf {} +
