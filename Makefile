@@ -3,17 +3,19 @@
 #   make test        all tests but the slow ones;  make test-slow  the slow ones
 #   make check       linter, formatter, types, import contract
 #   make fla-env     the second environment of the slow tests: fla and triton without a GPU (1.1 GB)
+#   make peers       the engines that benchmarks compare with, in .venv-peers
 #   make venv        only the set-up;  make lab, make lab-down  the local lab by hand
 # Options: PYTHON=/path/to/python3 (3.11 or newer), ARGS="more arguments for pytest or the demo"
 
 VENV  := .venv
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .venv-peers
 FLA   := .venv-fla
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$python; break; }; done)
 
-.PHONY: demo test test-slow check venv fla-env system lab lab-down clean
+.PHONY: demo test test-slow check venv fla-env peers system lab lab-down clean
 
 demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
@@ -49,6 +51,13 @@ $(FLA)/.installed: $(STAMP)
 	$(FLA)/bin/python -m pip install --no-deps \
 		flash-linear-attention==0.6.0 fla-core==0.6.0 triton==3.9.0 einops==0.8.2
 	touch $(FLA)/.installed
+
+peers: $(PEERS)/.installed
+
+$(PEERS)/.installed: peers.txt | system
+	$(PYTHON) -m venv --clear $(PEERS)
+	$(PEERS)/bin/python -m pip install -r peers.txt
+	touch $(PEERS)/.installed
 
 system:
 	@PYTHON='$(PYTHON)' sh deploy/setup-debian.sh
