@@ -4,6 +4,8 @@ A number is believed only when none of them fails; one that lacks what it needs 
 docs/checks.md has a section for each, with the fault it is there to find and what it measures with and without it.
 """
 
+from collections.abc import Callable
+
 from dflash.checks.drafter import causality, fc_shape, max_position, slot_profile, taps_as_reference
 from dflash.checks.evidence import NEED_TARGET, Evidence, recorded_token_ids
 from dflash.checks.forward import context_strictly_before_anchor, gqa, independent_forward, position_ids
@@ -19,6 +21,7 @@ from dflash.checks.training import clean_targets, prompt_overlap, recipe, traini
 from dflash.report import Check
 
 __all__ = [
+    "CHECKS",
     "NEED_TARGET",
     "Evidence",
     "all_checks",
@@ -45,39 +48,38 @@ __all__ = [
 ]
 
 
+CHECKS: dict[str, Callable[[Evidence], Check]] = {
+    "target-class": lambda e: target_class(e.taps.facts),
+    "tap-source": lambda e: tap_source(e.loaded_target, e.config.target_layer_ids, e.texts),
+    "tap-statistics": lambda e: tap_statistics(e.drafter, e.texts, e.probe),
+    "kernel": lambda e: kernel(e.checkpoint, e.taps.facts),
+    "hidden-state-fingerprint": lambda e: hidden_state_fingerprint(e.taps, e.drafter, e.vocabulary, e.probe),
+    "reference-agreement": lambda e: reference_agreement(
+        e.texts, e.shortfalls, exact=e.exact, completions_by=e.completions_by, retokenized=e.retokenized
+    ),
+    "fc-shape": lambda e: fc_shape(e.checkpoint),
+    "taps-as-reference": lambda e: taps_as_reference(e.config, e.reference.config if e.reference else None),
+    "causality": lambda e: causality(e.checkpoint, e.reference.config if e.reference else None),
+    "max-position": lambda e: max_position(e.config, e.texts),
+    "slot-profile": lambda e: slot_profile(e.random_rounds),
+    "context-strictly-before-anchor": lambda e: context_strictly_before_anchor(
+        e.drafter, e.vocabulary, e.texts, e.rounds, seed=e.seed
+    ),
+    "position-ids": lambda e: position_ids(e.checkpoint, *e.raw_vocabulary(), e.texts, e.rounds, seed=e.seed),
+    "gqa": lambda e: gqa(e.checkpoint, *e.raw_vocabulary(), e.texts, e.rounds, seed=e.seed),
+    "independent-forward": lambda e: independent_forward(
+        e.checkpoint, *e.raw_vocabulary(), e.texts, e.rounds, exact=e.exact, seed=e.seed
+    ),
+    "recipe": lambda e: recipe(e.checkpoint),
+    "clean-targets": lambda e: clean_targets(e.loaded_target, e.vocabulary, e.trained_batch),
+    "training-metric-replay": lambda e: training_metric_replay(
+        e.drafter, e.vocabulary, e.loaded_target, e.trained_batch
+    ),
+    "prompt-overlap": lambda e: prompt_overlap(e.overlapping, len(e.texts)),
+}
+"""Each check by its name, the target's first."""
+
+
 def all_checks(evidence: Evidence) -> list[Check]:
-    """Every check that a measurement's evidence allows, those of the target first, the others as "not verified"."""
-    checkpoint, facts = evidence.checkpoint, evidence.taps.facts
-    reference = evidence.reference.config if evidence.reference else None
-    probe, batch = evidence.probe(), evidence.trained_batch()
-    walked = (checkpoint, *evidence.raw_vocabulary(), evidence.texts, evidence.rounds)
-    exact = evidence.exact
-    return [
-        target_class(facts),
-        tap_source(evidence.loaded_target, checkpoint.config.target_layer_ids, evidence.texts),
-        tap_statistics(evidence.drafter, evidence.texts, probe),
-        kernel(checkpoint, facts),
-        hidden_state_fingerprint(evidence.taps, evidence.drafter, evidence.vocabulary, probe),
-        reference_agreement(
-            evidence.texts,
-            evidence.shortfalls,
-            exact=exact,
-            completions_by=evidence.completions_by,
-            retokenized=evidence.retokenized,
-        ),
-        fc_shape(checkpoint),
-        taps_as_reference(checkpoint.config, reference),
-        causality(checkpoint, reference),
-        max_position(checkpoint.config, evidence.texts),
-        slot_profile(evidence.random_rounds),
-        context_strictly_before_anchor(
-            evidence.drafter, evidence.vocabulary, evidence.texts, evidence.rounds, seed=evidence.seed
-        ),
-        position_ids(*walked, seed=evidence.seed),
-        gqa(*walked, seed=evidence.seed),
-        independent_forward(*walked, exact=exact, seed=evidence.seed),
-        recipe(checkpoint),
-        clean_targets(evidence.loaded_target, evidence.vocabulary, batch),
-        training_metric_replay(evidence.drafter, evidence.vocabulary, evidence.loaded_target, batch),
-        prompt_overlap(evidence.overlapping, len(evidence.texts)),
-    ]
+    """Every check; those that lack what they need are in the list as "not verified"."""
+    return [check(evidence) for check in CHECKS.values()]

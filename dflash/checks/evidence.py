@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TypeVar
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dflash.checkpoints import DrafterCheckpoint
+from dflash.config import DrafterConfig
 from dflash.drafter import Drafter
 from dflash.errors import DFlashError
 from dflash.hidden_states import CachedTaps, LoadedTaps, TapSource
@@ -51,6 +53,11 @@ class Evidence:
     overlapping: list[str] | None = None
 
     @property
+    def config(self) -> DrafterConfig:
+        """The drafter's."""
+        return self.checkpoint.config
+
+    @property
     def exact(self) -> bool:
         """Whether two ways to compute the same thing agree to rounding of float32."""
         return self.dtype == torch.float32
@@ -69,10 +76,12 @@ class Evidence:
         head: Tensor = self.vocabulary.head  # type: ignore[attr-defined]  # a vocabulary read from the shards
         return self.vocabulary.embed, head
 
+    @cached_property
     def probe(self) -> Probe | str:
         """The checkpoint's probe, or why there is none to compare with."""
         return _recorded(self.checkpoint, "probe", "probe.safetensors", read_probe)
 
+    @cached_property
     def trained_batch(self) -> TrainedBatch | str:
         """The checkpoint's recorded training batch, or why there is none to replay."""
         return _recorded(self.checkpoint, "metric_replay", "replay.safetensors", read_replay)
