@@ -1,9 +1,11 @@
 """Completions on disk: what half-done runs, crashes, other settings and two processes at once do to them."""
 
 import errno
+import fcntl
 import json
 import multiprocessing
 import os
+import threading
 
 import pytest
 
@@ -140,6 +142,20 @@ def test_two_processes_add_to_one_file_without_harm(path):
     assert len([json.loads(line) for line in path.read_text().splitlines()]) == 1 + 3 * 100
     store = CompletionStore.open(path, SETTINGS)
     assert all(store.get([name, place]) == Completion([place] * 500) for name in (1, 2, 3) for place in range(100))
+
+
+def test_a_file_that_another_process_is_writing_to_is_waited_for(path):
+    store = CompletionStore.open(path, SETTINGS)
+    writer = threading.Thread(target=store.put, args=([1], Completion([2])))
+    with path.open("ab") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        before = path.stat().st_size
+        writer.start()
+        writer.join(0.3)
+        assert writer.is_alive()
+        assert path.stat().st_size == before
+    writer.join(30)
+    assert CompletionStore.open(path, SETTINGS).get([1]) == Completion([2])
 
 
 def add_many(path, name):
