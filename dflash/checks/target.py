@@ -70,8 +70,8 @@ def tap_source(target: Target | None, layer_ids: Sequence[int], texts: Sequence[
             output = target.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         for layer, tap in zip(layer_ids, given, strict=True):
             state = output.hidden_states[layer + 1][0].float()
-            error = float(((tap - state).norm(dim=-1) / state.norm(dim=-1)).mean())
-            if not error <= worst:  # NaN is the worst
+            error = _or_infinite(float(((tap - state).norm(dim=-1) / state.norm(dim=-1)).mean()))
+            if error > worst:
                 worst, at = error, f"tap {layer} of prompt {text.id} is not hidden_states[{layer + 1}] of its tokens"
     passed = worst <= limit
     return verdict(
@@ -106,8 +106,8 @@ def tap_statistics(drafter: Drafter, texts: Sequence[Text], probe: Probe | str) 
         factors = {label: max(ratio, 1 / ratio) if ratio > 0 else float("inf") for label, ratio in ratios.items()}
         factors["mean"] = 1 + abs(ours[0] - theirs[0]) / theirs[2]
         for label, factor in factors.items():
-            if not factor <= worst:  # NaN is the worst
-                worst, at = factor, f"{label} of {'tap ' if place.isdigit() else ''}{place}"
+            if _or_infinite(factor) > worst:
+                worst, at = _or_infinite(factor), f"{label} of {'tap ' if place.isdigit() else ''}{place}"
     return verdict(
         name,
         worst <= STATISTIC_RATIO,
@@ -271,6 +271,7 @@ def _changed_drafts(
 
 
 def _or_infinite(error: float) -> float:
+    """NaN compares with nothing, and is the worst there is."""
     return error if error == error else float("inf")
 
 

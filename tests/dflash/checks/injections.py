@@ -24,8 +24,6 @@ from dflash import target as target_module
 from dflash.config import DrafterConfig
 from dflash.hidden_states import LoadedTaps
 from dflash.metric_replay import last_hidden, soft_labels, write_replay
-from dflash.overlap import overlapping
-from dflash.prompts import RawPrompt
 from dflash.recipes import Recipe
 from dflash.report import Check
 from dflash.target import Target, TargetLoadError
@@ -263,23 +261,6 @@ def other_prompts(_: pytest.MonkeyPatch, bench: Bench) -> Bench:
     own = bench.target.generate_greedy([*prompts[1:], prompts[0]], count, ignore_eos=True)
     written = [([*prompt, *rest], len(prompt)) for prompt, rest in zip(prompts, own, strict=True)]
     return replace(bench, written=written, changes={"completions_by": "http://127.0.0.1:30000"})
-
-
-def overlap(training: str) -> Look:
-    """The check over one prompt of fifteen words and a training set of one text."""
-    words = "write a function that takes a list of numbers and returns the median of it"
-
-    def look(bench: Bench) -> Check:
-        path = bench.directory / "training.jsonl"
-        path.write_text(json.dumps({"text": training.format(prompt=words)}) + "\n")
-        found = overlapping([RawPrompt(id="median", prompt=words), RawPrompt(id="other", prompt="sort a list")], path)
-        return checks.prompt_overlap(found, 2)
-
-    return look
-
-
-def no_spoil(_: pytest.MonkeyPatch, bench: Bench) -> Bench:
-    return bench
 
 
 def strip_first(name: str) -> str:
