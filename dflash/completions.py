@@ -37,6 +37,8 @@ PROBE_TIMEOUT = 10.0
 """Seconds to find out what kind of server it is."""
 CONCURRENCY = 8
 """Prompts a server is asked at once."""
+NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Sent along, for what a request leaves open both servers take from the model's generation config or their own."""
 REFUSED = (400, 422)
 """What servers answer to a request whose form they do not take."""
 
@@ -230,7 +232,7 @@ def _sglang_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenize
 
     Field names: python/sglang/srt/managers/tokenizer_manager.py of sgl-project/sglang.
     """
-    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos}
+    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos} | NO_PENALTIES
 
     def body(prompt: Sequence[int]) -> dict[str, Any]:
         return {"input_ids": list(prompt), "sampling_params": sampling}
@@ -277,10 +279,12 @@ def _openai_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenize
     path = "/v1/completions"
 
     def plain(prompt: list[int] | str) -> dict[str, Any]:
-        return {"model": server.model, "prompt": prompt, "max_tokens": max_new_tokens, "temperature": 0.0}
+        # transformers serve makes a repetition penalty of the frequency penalty, and takes the model's without one
+        greedy = {"temperature": 0.0, "frequency_penalty": 0.0}
+        return {"model": server.model, "prompt": prompt, "max_tokens": max_new_tokens} | greedy
 
     def extended(prompt: Sequence[int]) -> dict[str, Any]:
-        return plain(list(prompt)) | {"ignore_eos": ignore_eos}
+        return plain(list(prompt)) | NO_PENALTIES | {"ignore_eos": ignore_eos}
 
     def text(prompt: Sequence[int], reply: Any) -> Completion | None:
         return _from_text(prompt, at(reply, "choices", 0, "text"), tokenizer)

@@ -168,7 +168,8 @@ def transformers_serve(continue_text: Callable[[str], str], name: str = "m") -> 
     """A server that refuses what is not OpenAI's, takes a string and gives text, as ``transformers serve`` does."""
 
     def complete(body):
-        unexpected = set(body) - {"model", "prompt", "max_tokens", "temperature", "logprobs", "seed", "stream"}
+        known = {"model", "prompt", "max_tokens", "temperature", "logprobs", "seed", "frequency_penalty"}
+        unexpected = set(body) - known
         if unexpected:
             return 422, {"detail": f"Unexpected fields in the request: {unexpected}"}
         if not isinstance(body["prompt"], str):

@@ -107,7 +107,8 @@ def test_no_more_prompts_are_under_way_than_concurrency_says(serve):
 def test_sglang_is_asked_natively_and_greedily(serve):
     server = serve(sglang())
     ask(server, [[5, 6]], max_new_tokens=7, ignore_eos=True)
-    sampling = {"temperature": 0.0, "max_new_tokens": 7, "ignore_eos": True}
+    penalties = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+    sampling = {"temperature": 0.0, "max_new_tokens": 7, "ignore_eos": True} | penalties
     assert server.bodies("/generate") == [{"input_ids": [5, 6], "sampling_params": sampling}]
 
 
@@ -117,6 +118,7 @@ def test_other_servers_are_asked_by_the_openai_interface_under_their_own_model_n
     (body,) = server.bodies("/v1/completions")
     assert (body["model"], body["prompt"], body["max_tokens"]) == ("served", [5, 6], 7)
     assert (body["temperature"], body["ignore_eos"], body["return_token_ids"]) == (0.0, False, True)
+    assert (body["repetition_penalty"], body["presence_penalty"], body["frequency_penalty"]) == (1.0, 0.0, 0.0)
 
 
 def test_an_sglang_that_gives_text_is_asked_for_its_log_probabilities_once_and_then_always(serve):
@@ -183,7 +185,8 @@ def test_a_server_of_text_is_asked_with_text_and_its_answers_are_tokenised_and_f
         "def f(x):\n    return 9",
     ]
     bodies = server.bodies("/v1/completions")
-    assert {"model": "m", "prompt": "def f(x):", "max_tokens": 32, "temperature": 0.0} in bodies
+    greedy = {"temperature": 0.0, "frequency_penalty": 0.0}
+    assert {"model": "m", "prompt": "def f(x):", "max_tokens": 32} | greedy in bodies
     assert sum(not isinstance(body["prompt"], str) for body in bodies) == 3, "only the first prompt tries other ways"
 
 
