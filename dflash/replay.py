@@ -27,7 +27,9 @@ RANDOM_ANCHORS = 16
 BLOCKS_AT_ONCE = 4
 """Blocks of a text in one pass: its keys and values are read, and copied, once for all of them."""
 PADDING = 1.25
-"""The longest text of a batch over its shortest, at most."""
+"""The longest text of a batch over its shortest, at most, once the batch is worth a pass."""
+WORTH_A_PASS = 1 << 13
+"""Padded context tokens from which a batch is computing rather than starting kernels."""
 CONTEXT_TOKENS = 1 << 18
 """Padded context tokens of one batch: 5 GiB of keys and values for a drafter of 5 layers with 8 K/V heads of 128."""
 LOGITS = 1 << 25
@@ -356,7 +358,8 @@ def _groups(texts: Sequence[Text]) -> Iterator[list[Text]]:
     group: list[Text] = []
     for text in sorted(texts, key=lambda one: -len(one.tokens)):
         longest = len(group[0].tokens) if group else 0
-        if (len(group) + 1) * longest > CONTEXT_TOKENS or longest > PADDING * len(text.tokens):
+        padded = len(group) * longest > WORTH_A_PASS and longest > PADDING * len(text.tokens)
+        if padded or (len(group) + 1) * longest > CONTEXT_TOKENS:
             yield group
             group = []
         group.append(text)
