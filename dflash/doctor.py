@@ -26,14 +26,17 @@ def examine(request: Request) -> list[Check]:
 
 
 def to_table(checks: Sequence[Check]) -> Table:
-    """Name, status, measured value, limit and meaning of each check, for a terminal."""
-    table = Table("check", "status", "measured", "limit", "meaning", box=None, padding=(0, 2, 0, 0))
+    """Name and status of each check and, stacked so that a narrow terminal holds it, value, limit and meaning."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("check", "status"):
+        table.add_column(title, no_wrap=True)
+    table.add_column("measured, limit; what it means", overflow="fold")
     for check in checks:
         status, style = _SHOWN.get(check.status, _NOT_VERIFIED)
-        values = (check.name, _value(check.measured), _value(check.limit))
-        name, measured, limit = (Text(one_line(value)) for value in values)
-        meaning = check.explanation.removeprefix("not verified: ")
-        table.add_row(name, Text(status, style=style), measured, limit, Text(one_line(meaning)))
+        meaning = one_line(check.explanation.removeprefix("not verified: "))
+        values = one_line(f"{_value(check.measured)}, limit {_value(check.limit)}")
+        found = Text(meaning) if check.status == "skipped" else Text(f"{values}\n{meaning}")
+        table.add_row(Text(one_line(check.name)), Text(status, style=style), found)
     return table
 
 

@@ -96,11 +96,11 @@ def position_ids(
     8 blocks of the walk are computed by :mod:`dflash.naive` with the block's ids right, one early and one late; what
     was drafted must be nearest to the right ones.
     """
-    variants = {f"anchor {shift:+d}" if shift else "anchor": {"block_shift": shift} for shift in (0, -1, 1)}
+    variants = {f"anchor{shift:+d}": {"block_shift": shift} for shift in (0, -1, 1)}
     distances = _distances(checkpoint, embed, head, texts, _drawn(rounds, VARIANT_BLOCKS, seed), variants)
     return _nearest(
         "position-ids",
-        "anchor",
+        "anchor+0",
         distances,
         right="the drafts are those of blocks whose position ids start at the anchor",
         wrong="the drafts are those of blocks whose position ids start at {}: look for an off-by-one where positions "
@@ -263,7 +263,7 @@ def _distances(
 
 def _nearest(name: str, expected: str, distances: Mapping[str, _Distance], *, right: str, wrong: str) -> Check:
     nearest = min(distances, key=lambda variant: distances[variant].mean)
-    told = ", ".join(f"{variant} {one.mean:.3g} ({one.share:.1%})" for variant, one in distances.items())
+    told = ", ".join(f"{variant}: {one.mean:.3g} ({one.share:.1%})" for variant, one in distances.items())
     said = f"distance (tokens alike) by variant: {told}"
     others = [one.mean for variant, one in distances.items() if variant != expected]
     if distances[expected].mean >= min(others) and nearest == expected:
