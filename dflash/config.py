@@ -273,8 +273,8 @@ def _refuse_other_models(
         raise ConfigError(f"{source}: rope_parameters.rope_type is {rope['rope_type']!r}, expected 'default'")
     if rope.get("partial_rotary_factor") not in (None, 1.0):
         raise ConfigError(
-            f"{source}: rope_parameters.partial_rotary_factor is {rope['partial_rotary_factor']!r}: trainers rotate the "
-            f"whole head and engines a part of it; only a drafter that rotates the whole head is computed here"
+            f"{source}: rope_parameters.partial_rotary_factor is {rope['partial_rotary_factor']!r}: trainers rotate "
+            f"the whole head and engines a part of it; only a drafter that rotates the whole head is computed here"
         )
     if other := sorted(name for name, value in rope.items() if name not in _KNOWN_IN_ROPE and value is not None):
         raise ConfigError(f"{source}: rope_parameters.{other[0]} is set; only plain RoPE is computed here")
