@@ -197,6 +197,7 @@ def _measure_served(request: Request, phases: Phases) -> tuple[Report, list[Roun
         ),
         prompts=prompt_results(texts, totals, inputs.tokenizer),
         served_model=server.model,
+        retokenized=sum(one.retokenized for one in result.prompts),
     )
     return report, []
 
