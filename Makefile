@@ -57,6 +57,8 @@ peers: $(PEERS)/.installed
 $(PEERS)/.installed: peers.txt | system
 	$(PYTHON) -m venv --clear $(PEERS)
 	$(PEERS)/bin/python -m pip install -r peers.txt
+	# asked for and not used here, and their wheels load with torch for CUDA only
+	$(PEERS)/bin/python -m pip uninstall -y torchaudio torchcodec
 	touch $(PEERS)/.installed
 
 system:
