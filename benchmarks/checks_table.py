@@ -2,48 +2,74 @@
 
     python -m benchmarks.checks_table [--dtype bfloat16] [--only gqa]
 
-The faults are those of the tests (tests/dflash/checks/injections.py), the pairs the tiny trained ones. A minute on a
-core; exit code 1 if a clean pair does not pass or a fault is not found.
+The faults are those of the tests (tests/dflash/checks/injections.py), the pairs the tiny trained ones. Two minutes on
+a core; exit code 1 if a clean pair does not pass or a fault is not found.
 """
 
 import argparse
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from dflash.metrics import tau_pooled
 from dflash.report import Check
-from tests.dflash.checks.bench import tiny_bench
-from tests.dflash.checks.injections import INJECTIONS
+from tests.dflash.checks.bench import Bench, tiny_bench
+from tests.dflash.checks.injections import IN_THE_PATH, INJECTIONS, Injection
+from tests.dflash.checks.mutate import mutate
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--only", help="checks whose name contains this")
+    parser.add_argument("--only", default="", help="checks whose name contains this")
     options = parser.parse_args()
     disable_progress_bar()
-    missed = 0
-    print(f"| fault | check | planted | clean | spoiled | limit |\n|{'---|' * 6}")
+    chosen = [one for one in INJECTIONS if options.only in one.check]
     with tempfile.TemporaryDirectory() as temporary:
-        benches = {
-            kind: tiny_bench(kind, Path(temporary), dtype=getattr(torch, options.dtype)) for kind in ("dense", "hybrid")
-        }
-        for one in INJECTIONS:
-            if options.only and options.only not in one.check:
-                continue
-            clean, spoiled = one.clean(benches[one.pair]), one.spoiled(benches[one.pair])
-            found = clean.status == "pass" and spoiled.status == "fail"
-            missed += not found
-            note = "" if found else f" **({clean.status}, {spoiled.status})**"
-            print(
-                f"| {one.fault or '–'} | {one.check} | {one.title} | {_value(clean)} | {_value(spoiled)}{note} | "
-                f"{_limit(clean, spoiled)} |",
-                flush=True,
-            )
+        directory, dtype = Path(temporary), getattr(torch, options.dtype)
+        benches = {kind: tiny_bench(kind, directory, dtype=dtype) for kind in ("dense", "hybrid")}
+        missed = checks_table(benches, chosen)
+        print()
+        tau_table(benches)
     return 1 if missed else 0
+
+
+def checks_table(benches: Mapping[str, Bench], injections: Sequence[Injection]) -> int:
+    """Print a line for each injection; returns how many were not found, or found on a clean pair."""
+    print(f"| fault | check | planted | clean | spoiled | limit |\n|{'---|' * 6}")
+    missed = 0
+    for one in injections:
+        clean, spoiled = one.clean(benches[one.pair]), one.spoiled(benches[one.pair])
+        found = clean.status == "pass" and spoiled.status == "fail"
+        missed += not found
+        note = "" if found else f" **({clean.status}, {spoiled.status})**"
+        print(
+            f"| {one.fault or '–'} | `{one.check}` | {one.title} | {_value(clean)} | {_value(spoiled)}{note} | "
+            f"{_limit(clean, spoiled)} |",
+            flush=True,
+        )
+    return missed
+
+
+def tau_table(benches: Mapping[str, Bench]) -> None:
+    """Print pooled τ of each pair, clean and with the faults that sit in the measuring code."""
+    print(f"| τ | clean | {' | '.join(IN_THE_PATH)} |\n|{'---|' * (2 + len(IN_THE_PATH))}")
+    for kind, bench in benches.items():
+        values = [_tau(bench)]
+        for place in IN_THE_PATH.values():
+            with pytest.MonkeyPatch.context() as patch:
+                mutate(patch, *place)
+                values.append(_tau(bench))
+        print(f"| {kind} | {' | '.join(f'{value:.2f}' for value in values)} |", flush=True)
+
+
+def _tau(bench: Bench) -> float:
+    return tau_pooled(bench.evidence().rounds)
 
 
 def _value(check: Check) -> str:

@@ -33,7 +33,7 @@ from tests.dflash.checks.mutate import mutate
 PAPER = Recipe(name="paper", loss="ce", gamma=4.0, block_size=8)
 KL = Recipe(loss="kl", gamma=4.0, temperature=2.0, block_size=8)
 COMPOSITE = Recipe(loss="composite", gamma=10.0, temperature=2.0, kl_weight=0.7, block_size=8)
-NOISE = 0.1
+NOISE = 0.2
 
 Prepare = Callable[[Bench], Bench]
 Look = Callable[[Bench], Check]
@@ -195,7 +195,7 @@ def noisy_labels(recipe: Recipe, layer: int | None) -> Spoil:
 
 @contextmanager
 def noise_on(module: nn.Module) -> Iterator[None]:
-    """Gaussian noise of a tenth of the output's size."""
+    """Gaussian noise of a fifth of the output's size."""
     generator = torch.Generator().manual_seed(0)
 
     def add(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
@@ -277,6 +277,19 @@ WITH_ANCHOR = ("key < anchor", "key <= anchor")
 LAYER_RULES = [{"causal": False, "window": None}] * 2
 OTHER_RULES = [{"causal": True, "window": 64}, {"causal": False, "window": None}]
 
+IN_THE_PATH = {
+    "context with the anchor": (masks, "block_mask_mod", *WITH_ANCHOR),
+    "block ids one late": (replay.Batch, "hidden", *PLUS_ONE),
+    "block ids one early": (replay.Batch, "hidden", *MINUS_ONE),
+    "K/V heads tiled": (drafter.Attention, "forward", KEYS_AND_VALUES, TILED),
+}
+"""Faults of the measuring code itself, as :func:`mutate` takes them."""
+
+
+def in_the_path(fault: str, check: str, title: str, prepare: Prepare = lambda bench: bench) -> Injection:
+    return Injection(fault, check, title, mutant(*IN_THE_PATH[title]), measured(check), prepare=prepare)
+
+
 INJECTIONS = (
     Injection("1", "target-class", "vision-language class", vision_language_class, loaded_class, "hybrid"),
     Injection("1", "target-class", "causal-LM class, layers one module deeper", nested_layers, loaded_class, "hybrid"),
@@ -321,20 +334,13 @@ INJECTIONS = (
     ),
     Injection("", "max-position", "32 positions", short_positions, measured("max-position")),
     Injection("", "slot-profile", "slot 1 drafts the anchor again", anchor_again, measured("slot-profile")),
-    Injection("2", "context-strictly-before-anchor", "context with the anchor",
-              mutant(masks, "block_mask_mod", *WITH_ANCHOR), measured("context-strictly-before-anchor")),
-    Injection("3", "position-ids", "block ids one late", mutant(replay.Batch, "hidden", *PLUS_ONE),
-              measured("position-ids")),
-    Injection("3", "position-ids", "block ids one early", mutant(replay.Batch, "hidden", *MINUS_ONE),
-              measured("position-ids")),
-    Injection("5", "gqa", "K/V heads tiled", mutant(drafter.Attention, "forward", KEYS_AND_VALUES, TILED),
-              measured("gqa")),
-    Injection("2", "independent-forward", "context with the anchor", mutant(masks, "block_mask_mod", *WITH_ANCHOR),
-              measured("independent-forward")),
-    Injection("3", "independent-forward", "block ids one late", mutant(replay.Batch, "hidden", *PLUS_ONE),
-              measured("independent-forward")),
-    Injection("5", "independent-forward", "K/V heads tiled",
-              mutant(drafter.Attention, "forward", KEYS_AND_VALUES, TILED), measured("independent-forward")),
+    in_the_path("2", "context-strictly-before-anchor", "context with the anchor"),
+    in_the_path("3", "position-ids", "block ids one late"),
+    in_the_path("3", "position-ids", "block ids one early"),
+    in_the_path("5", "gqa", "K/V heads tiled"),
+    in_the_path("2", "independent-forward", "context with the anchor"),
+    in_the_path("3", "independent-forward", "block ids one late"),
+    in_the_path("5", "independent-forward", "K/V heads tiled"),
     Injection(
         "8", "recipe", "70 % KL at T=2 + 30 % CE, γ=10",
         spoiled_by(manifest(recipe=COMPOSITE.model_dump(exclude_none=True))), measured("recipe"),
@@ -348,8 +354,7 @@ INJECTIONS = (
               prepare=with_batch(KL)),
     Injection("6", "clean-targets", "noise on states, composite", noisy_labels(COMPOSITE, 1), measured("clean-targets"),
               prepare=with_batch(COMPOSITE)),
-    Injection("", "training-metric-replay", "K/V heads tiled",
-              mutant(drafter.Attention, "forward", KEYS_AND_VALUES, TILED), measured("training-metric-replay"),
-              prepare=with_batch(PAPER)),
+    in_the_path("", "training-metric-replay", "K/V heads tiled", with_batch(PAPER)),
+    in_the_path("", "training-metric-replay", "context with the anchor", with_batch(PAPER)),
 )  # fmt: skip
 """Faults of a pair's files and of the measuring code, and the check that names each."""

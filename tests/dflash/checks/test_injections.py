@@ -1,10 +1,14 @@
 """Each check passes on a clean pair and fails on the fault it is there to find, planted in what is measured."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
+from dflash.checks import CHECKS, all_checks
 from tests.dflash.checks.bench import Bench, tiny_bench
-from tests.dflash.checks.injections import INJECTIONS, Injection
+from tests.dflash.checks.injections import IN_THE_PATH, INJECTIONS, Injection, four_taps_of_five
+from tests.dflash.checks.mutate import mutate
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +40,26 @@ def test_the_fault_is_found_in_bfloat16(injection: Injection, half: dict[str, Be
     clean, spoiled = injection.clean(half[injection.pair]), injection.spoiled(half[injection.pair])
     assert clean.status == "pass", clean.explanation
     assert spoiled.status == "fail", spoiled.explanation
+
+
+def test_the_anchor_in_the_context_is_found_though_no_tau_tells(
+    benches: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the hybrid pair the walk does not change by one round; only perturbing the states shows the leak."""
+    clean = benches["hybrid"].evidence()
+    mutate(monkeypatch, *IN_THE_PATH["context with the anchor"])
+    leaking = benches["hybrid"].evidence()
+    assert [one.advance for one in leaking.rounds] == [one.advance for one in clean.rounds]
+    assert CHECKS["context-strictly-before-anchor"](leaking).status == "fail"
+
+
+def test_a_self_consistent_drafter_with_a_tap_less_fails_by_its_taps_alone(benches: dict[str, Bench]) -> None:
+    whole = benches["dense"]
+    less = four_taps_of_five(pytest.MonkeyPatch(), whole)
+    for bench in (less, replace(less, reference=whole.checkpoint)):
+        found = all_checks(bench.evidence())
+        assert [check.name for check in found if check.status == "fail"] == ["taps-as-reference"]
+        assert "tap 5 is missing" in next(check.explanation for check in found if check.status == "fail")
 
 
 def test_each_of_the_eight_faults_has_an_injection() -> None:
