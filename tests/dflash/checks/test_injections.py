@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from dflash.checks import CHECKS, all_checks
+from dflash.metrics import tau_pooled
 from tests.dflash.checks.bench import Bench, tiny_bench
 from tests.dflash.checks.injections import IN_THE_PATH, INJECTIONS, Injection, four_taps_of_five
 from tests.dflash.checks.mutate import mutate
@@ -45,12 +46,13 @@ def test_the_fault_is_found_in_bfloat16(injection: Injection, half: dict[str, Be
 def test_the_anchor_in_the_context_is_found_though_no_tau_tells(
     benches: dict[str, Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the hybrid pair the walk does not change by one round; only perturbing the states shows the leak."""
-    clean = benches["hybrid"].evidence()
+    """With the leak τ does not fall on either pair; only perturbing the states shows it."""
+    clean = {kind: bench.evidence() for kind, bench in benches.items()}
     mutate(monkeypatch, *IN_THE_PATH["context with the anchor"])
-    leaking = benches["hybrid"].evidence()
-    assert [one.advance for one in leaking.rounds] == [one.advance for one in clean.rounds]
-    assert CHECKS["context-strictly-before-anchor"](leaking).status == "fail"
+    for kind, bench in benches.items():
+        leaking = bench.evidence()
+        assert tau_pooled(leaking.rounds) >= tau_pooled(clean[kind].rounds)
+        assert CHECKS["context-strictly-before-anchor"](leaking).status == "fail"
 
 
 def test_a_self_consistent_drafter_with_a_tap_less_fails_by_its_taps_alone(benches: dict[str, Bench]) -> None:
