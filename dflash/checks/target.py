@@ -70,7 +70,8 @@ def tap_source(target: Target | None, layer_ids: Sequence[int], texts: Sequence[
             output = target.model(input_ids=ids, use_cache=False, output_hidden_states=True, logits_to_keep=1)
         for layer, tap in zip(layer_ids, given, strict=True):
             state = output.hidden_states[layer + 1][0].float()
-            error = _or_infinite(float(((tap - state).norm(dim=-1) / state.norm(dim=-1)).mean()))
+            size = state.norm(dim=-1).clamp_min(torch.finfo(torch.float32).tiny)  # a padding token may have no state
+            error = _or_infinite(float(((tap - state).norm(dim=-1) / size).mean()))
             if error > worst:
                 worst, at = error, f"tap {layer} of prompt {text.id} is not hidden_states[{layer + 1}] of its tokens"
     passed = worst <= limit
