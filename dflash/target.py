@@ -48,14 +48,12 @@ class TargetMismatchError(DFlashError):
 class TapResult:
     """``taps`` [B, S, K·H] in the target's dtype, in the order of the asked-for layers.
 
-    ``argmax`` [B, S] int64: the target's greedy token after each position. ``shortfall`` [B, S] float32: the best logit
-    after each position less that of the row's next token, 0 where that is as good as any; the last column is 0. None
-    if they were not asked for.
+    ``shortfall`` [B, S] float32: the best logit after each position less that of the row's next token, 0 where that is
+    as good as any; the last column is 0. None if it was not asked for.
     """
 
     taps: Tensor
-    argmax: Tensor | None
-    shortfall: Tensor | None = None
+    shortfall: Tensor | None
 
 
 @dataclass(frozen=True)
@@ -150,9 +148,7 @@ class Target:
         return logits
 
     @torch.no_grad()  # not inference mode: a drafter is trained on these tensors
-    def taps(
-        self, ids: Tensor, layer_ids: Sequence[int], *, argmax: bool = False, shortfall: bool = False
-    ) -> TapResult:
+    def taps(self, ids: Tensor, layer_ids: Sequence[int], *, shortfall: bool = False) -> TapResult:
         """Outputs of the blocks ``layer_ids`` for ``ids`` [B, S] in one pass; id L is ``hidden_states[L + 1]``.
 
         Shorter rows are padded on the right with any token: attention, convolution and delta rule are all causal, so
@@ -164,14 +160,14 @@ class Target:
         taps = torch.empty(*ids.shape, len(layer_ids) * width, dtype=self.dtype, device=self.device)
         with self._tapped(layer_ids, lambda i, output: taps[..., i * width : (i + 1) * width].copy_(output)):
             hidden = self.model.get_submodule("model")(input_ids=ids, use_cache=False).last_hidden_state
-        if not (argmax or shortfall):
+        if not shortfall:
             return TapResult(taps, None)
         following = torch.cat((ids[:, 1:], torch.zeros_like(ids[:, :1])), dim=1)
         head = self.model.get_submodule("lm_head").get_parameter("weight")
         found = scan(hidden.flatten(0, 1), following.flatten(), blocks_of(head))
         missed = (found.best - found.wanted).view(ids.shape)
-        missed[:, -1] = torch.where(missed[:, -1].isnan(), missed[:, -1], 0.0)
-        return TapResult(taps, found.token.view(ids.shape) if argmax else None, missed if shortfall else None)
+        missed[:, -1] = 0
+        return TapResult(taps, missed)
 
     @contextmanager
     def _tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:

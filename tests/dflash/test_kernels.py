@@ -1,11 +1,13 @@
 import importlib.util
 from collections.abc import Iterator
+from typing import Literal
 
 import pytest
 import torch
+from transformers import Qwen3_5TextConfig, Qwen3Config
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from dflash.kernels import KernelError, select_kernel
+from dflash.kernels import KernelError, kernel_for, select_kernel
 
 
 @pytest.fixture(autouse=True)
@@ -43,3 +45,14 @@ def test_packed_texts_are_refused_by_the_torch_functions() -> None:
     select_kernel("torch", device="cpu")
     with pytest.raises(KernelError, match="cannot keep packed texts apart"):
         modeling_qwen3_5.torch_chunk_gated_delta_rule(cu_seqlens=torch.tensor([0, 2]))
+
+
+@pytest.mark.parametrize("name", ["auto", "torch"])
+def test_a_target_without_linear_attention_has_no_kernel(name: Literal["auto", "torch"]) -> None:
+    assert kernel_for(Qwen3Config(), name, device="cpu", source="target") == "none"
+    assert kernel_for(Qwen3_5TextConfig(), name, device="cpu", source="target") == "torch"
+
+
+def test_fla_for_a_target_without_linear_attention_is_an_error() -> None:
+    with pytest.raises(KernelError, match="fla was asked for, but target has no linear attention; leave --kernel out"):
+        kernel_for(Qwen3Config(), "fla", device="cpu", source="target")

@@ -93,11 +93,14 @@ def token_rows(lengths: list[int], seed: int = 0) -> list[list[int]]:
 def test_taps_are_the_outputs_of_the_tapped_blocks(pair: tuple[Target, Any]) -> None:
     target, model = pair
     ids = torch.tensor(token_rows([70, 70]))
-    result = target.taps(ids, (1, 3, 5), argmax=True)
+    result = target.taps(ids, (1, 3, 5), shortfall=True)
     output = model(input_ids=ids, output_hidden_states=True)
     assert torch.equal(result.taps, torch.cat([output.hidden_states[layer + 1] for layer in (1, 3, 5)], dim=-1))
-    assert result.argmax is not None
-    assert torch.equal(result.argmax, output.logits.argmax(-1))
+    logits = output.logits[:, :-1]
+    expected = logits.amax(-1) - logits.gather(-1, ids[:, 1:, None])[..., 0]
+    assert result.shortfall is not None
+    torch.testing.assert_close(result.shortfall[:, :-1], expected, rtol=1e-4, atol=1e-4)
+    assert result.shortfall[:, -1].tolist() == [0, 0]
 
 
 def test_taps_leave_no_hook_behind(pair: tuple[Target, Any]) -> None:
@@ -217,6 +220,9 @@ def test_truncated_missing_and_foreign_targets_are_named(tmp_path: Path) -> None
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
     assert "has model_type llama, expected one of qwen3, qwen3_5" in load_error(directory)
+    quantized = config | {"quantization_config": {"quant_method": "fp8"}}
+    (directory / "config.json").write_text(json.dumps(quantized))
+    assert "is quantized (quantization_config in its config.json, quant_method fp8)" in load_error(directory)
     assert "is not a directory" in load_error(directory / "nowhere")
 
 
