@@ -1,7 +1,7 @@
 """A tiny pair measured the way an evaluation measures it, for checks to look at; every piece can be spoiled.
 
-Nothing here is recorded: states come from the target, rounds from the replay, each time they are asked for, so that a
-fault planted in that code shows in what the checks see.
+Nothing here is recorded: states come from the target and rounds from the replay, so that a fault planted in that code
+shows in what the checks see.
 """
 
 import json
@@ -40,6 +40,8 @@ class Bench:
     directory: Path
     reference: DrafterCheckpoint | None = None
     changes: dict[str, Any] = field(default_factory=dict)
+    memo: dict[tuple[int, int], tuple[list[Text], list[Tensor], Replay]] = field(default_factory=dict)
+    """What was measured without a fault, by checkpoint's weights and texts; give a spoiled bench one of its own."""
 
     @classmethod
     def of(
@@ -69,22 +71,20 @@ class Bench:
     def drafter(self) -> Drafter:
         return build_drafter(self.checkpoint, device="cpu", dtype=self.target.dtype)
 
-    def texts(self) -> list[Text]:
-        """The texts with their states, tapped now."""
-        tapped = self.taps.tap([tokens for tokens, _ in self.written], self.layer_ids)
-        rows = zip(self.written, tapped, strict=True)
-        return [Text(f"p{place}", tokens, length, one.taps) for place, ((tokens, length), one) in enumerate(rows)]
-
-    def shortfalls(self) -> list[Tensor | None]:
-        return [one.shortfall for one in self.taps.tap([tokens for tokens, _ in self.written], self.layer_ids)]
-
-    def replay(self, texts: Sequence[Text]) -> Replay:
-        return replay(self.drafter, self.target, texts, max_blocks=None, seed=SEED, progress=lambda *at: None)
+    def measured(self) -> tuple[list[Text], list[Tensor], Replay]:
+        """Texts with the drafter's taps, shortfalls, and the replay over them."""
+        key = id(self.checkpoint.weights), id(self.written)
+        if key not in self.memo:
+            tapped = self.taps.tap([tokens for tokens, _ in self.written], self.layer_ids)
+            rows = zip(self.written, tapped, strict=True)
+            texts = [Text(f"p{place}", tokens, start, one.taps) for place, ((tokens, start), one) in enumerate(rows)]
+            walked = replay(self.drafter, self.target, texts, max_blocks=None, seed=SEED, progress=lambda *at: None)
+            self.memo[key] = texts, [one.shortfall for one in tapped if one.shortfall is not None], walked
+        return self.memo[key]
 
     def evidence(self) -> Evidence:
         """Everything a measurement hands to the checks."""
-        texts = self.texts()
-        rounds = self.replay(texts)
+        texts, shortfalls, rounds = self.measured()
         evidence = Evidence(
             checkpoint=self.checkpoint,
             reference=self.reference,
@@ -92,7 +92,7 @@ class Bench:
             vocabulary=self.target,
             taps=self.taps,
             texts=texts,
-            shortfalls=self.shortfalls(),  # type: ignore[arg-type]  # a loaded target has them
+            shortfalls=shortfalls,
             completions_by="target",
             retokenized=0,
             rounds=rounds.walk,

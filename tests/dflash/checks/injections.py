@@ -59,7 +59,7 @@ class Injection:
     def spoiled(self, bench: Bench) -> Check:
         """The check with it."""
         with pytest.MonkeyPatch.context() as patch:
-            return self.look(self.spoil(patch, self.prepare(bench)))
+            return self.look(self.spoil(patch, replace(self.prepare(bench), memo={})))
 
 
 def measured(name: str) -> Look:

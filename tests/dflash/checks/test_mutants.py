@@ -1,5 +1,7 @@
 """Every mutation of mask, position and head code in the measuring path is found by ``independent-forward``."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -61,19 +63,18 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     target, checkpoint = write_target(directory / "target"), write_drafter(directory / "drafter")
     generator = torch.Generator().manual_seed(3)
     prompts = [torch.randint(2, 64, (20 + 7 * place,), generator=generator).tolist() for place in range(3)]
-    return Bench.of(target, checkpoint, prompts, directory, new_tokens=30)
+    return Bench.of(target, checkpoint, prompts, directory, new_tokens=10)
 
 
 def test_the_path_as_it_is_drafts_what_the_plain_forward_does(bench: Bench) -> None:
-    check = measured("independent-forward")(bench)
+    check = measured("independent-forward")(replace(bench, memo={}))
     assert (check.status, check.measured) == ("pass", 1.0), check.explanation
-    assert "of 32 blocks" in check.explanation
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_a_mutant_is_found(bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     mutate(monkeypatch, *MUTANTS[name])
-    check = measured("independent-forward")(bench)
+    check = measured("independent-forward")(replace(bench, memo={}))
     assert check.status == "fail", check.explanation
     assert "first in prompt p" in check.explanation
 
@@ -83,7 +84,7 @@ def test_what_a_block_may_see_is_told_apart_from_where_it_stands(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     mutate(monkeypatch, *MUTANTS[name])
-    evidence = bench.evidence()
+    evidence = replace(bench, memo={}).evidence()
     leak, stand = (checks.CHECKS[check](evidence) for check in ("context-strictly-before-anchor", "position-ids"))
     if name.startswith("mask"):
         assert (leak.status, stand.status) == ("fail", "pass")
