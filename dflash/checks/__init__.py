@@ -70,7 +70,7 @@ CHECKS: dict[str, Callable[[Evidence], Check]] = {
     "independent-forward": lambda e: independent_forward(
         e.checkpoint, *e.raw_vocabulary(), e.texts, e.rounds, exact=e.exact, seed=e.seed
     ),
-    "recipe": lambda e: recipe(e.checkpoint),
+    "recipe": lambda e: recipe(e.checkpoint, e.trained_batch),
     "clean-targets": lambda e: clean_targets(e.loaded_target, e.vocabulary, e.trained_batch),
     "training-metric-replay": lambda e: training_metric_replay(
         e.drafter, e.vocabulary, e.loaded_target, e.trained_batch

@@ -21,8 +21,11 @@ BFLOAT16_NOISE_LIMIT = 0.01
 _SHOWN = 5
 
 
-def recipe(checkpoint: DrafterCheckpoint) -> Check:
-    """Loss, γ and block size are those of the recipe, the paper's unless the manifest names another known one."""
+def recipe(checkpoint: DrafterCheckpoint, batch: TrainedBatch | str = "") -> Check:
+    """Loss, γ and block size are those of the recipe, the paper's unless the manifest names another known one.
+
+    The recipe that the recorded ``batch`` was trained by must be the manifest's as well.
+    """
     name, size = "recipe", checkpoint.config.block_size
     try:
         found = stated_recipe(checkpoint)
@@ -30,6 +33,15 @@ def recipe(checkpoint: DrafterCheckpoint) -> Check:
         return verdict(name, False, None, _expected(size), str(error))
     if isinstance(found, str):
         return skipped(name, _expected(size), found)
+    if isinstance(batch, TrainedBatch) and (otherwise := differences(batch.recipe, found)):
+        return verdict(
+            name,
+            False,
+            describe(batch.recipe),
+            describe(found),
+            f"the recorded batch was not trained by the manifest's recipe: {'; '.join(otherwise)}; the manifest does "
+            f"not say what the trainer did",
+        )
     expected = known(found.name or "paper", size)
     if expected is None:
         return verdict(

@@ -62,6 +62,14 @@ def test_the_recipe_is_the_papers_or_the_one_that_is_named(
     assert words in check.explanation
 
 
+def test_a_manifest_that_is_not_what_the_batch_was_trained_by_is_found(bench: Bench) -> None:
+    for said, status in ((KL, "fail"), (CE, "warn")):  # blocks of 6 have no recipe in the paper
+        told = bench.with_batch(CE).with_checkpoint(manifest={"recipe": said.model_dump(exclude_none=True)})
+        check = checks.CHECKS["recipe"](told.evidence())
+        assert check.status == status
+        assert ("loss is ce instead of kl" in check.explanation) is (status == "fail")
+
+
 def test_an_old_checkpoints_word_on_its_recipe_is_repeated(checkpoint: DrafterCheckpoint) -> None:
     check = checks.recipe(replace(checkpoint, training={"recipe": "hard CE"}))
     assert (check.status, check.limit) == ("skipped", "loss ce, gamma 4, block_size 8")
