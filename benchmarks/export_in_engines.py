@@ -149,7 +149,8 @@ def dense(count: int, scratch: Path) -> None:
     through_vllm("dense, vLLM, step_1/ as it is", bench, checkpoint, scratch / "step_1", greedy)
     script = scratch / "load_and_save.py"
     script.write_text(LOAD_AND_SAVE)
-    run([str(PEERS), str(script), str(scratch / "speculators"), str(scratch / "saved")], timeout=300)
+    arguments = [str(PEERS), str(script), str(scratch / "speculators"), str(scratch / "saved")]
+    run(arguments, timeout=300, env=environment(scratch))
     saved = read_checkpoint(scratch / "saved", reference=bench.pair.drafter)
     same = saved.config == checkpoint.config and all(
         torch.equal(saved.weights[name], tensor) for name, tensor in checkpoint.weights.items()

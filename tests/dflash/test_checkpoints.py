@@ -371,6 +371,9 @@ def test_a_field_the_layout_lacks_comes_from_the_option_or_the_reference(tmp_pat
     option.write_text(json.dumps({"vocab_size": 60}))
     found = read_checkpoint(path, drafter_config=option, reference=reference)
     assert (found.config.vocab_size, found.config_source) == (60, "config.json beside")
+    edit(path / "config.json", num_target_layers=None)
+    both = read_checkpoint(path, drafter_config=option, reference=reference).config
+    assert (both.vocab_size, both.num_target_layers) == (60, RAW["num_target_layers"])
     option.write_text(json.dumps(BIDIRECTIONAL | {"block_size": 4}))
     with pytest.raises(ConfigError, match=r"says block_size 8, .*drafter.json says 4"):
         read_checkpoint(path, drafter_config=option)
