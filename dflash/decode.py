@@ -125,8 +125,8 @@ def decode(
 class Session:
     """One text being decoded: its tokens, the target's cache, the drafter's keys and values, and the taps so far.
 
-    ``logits`` [1, V] are the target's behind the prompt, ``cache`` is its cache. Once a first token is appended to ``tokens``, the last token
-    is the anchor of the next block and the only one that the target has not read.
+    ``logits`` [1, V] are the target's behind the prompt, ``cache`` is its cache. Once a first token is appended to
+    ``tokens``, the last token is the anchor of the next block and the only one that the target has not read.
     """
 
     @torch.inference_mode()
