@@ -24,6 +24,10 @@ from dflash.target import Target, TargetLoadError, require_fit, require_layers, 
 
 PASS_TOKENS = 1 << 14
 """Padded tokens in one pass of the target."""
+WORTH_A_PASS = 1 << 10
+"""Padded tokens from which a pass is computing rather than starting kernels or reading weights."""
+PADDING = 1.25
+"""The longest text of a pass over its shortest, at most, once the pass is worth it."""
 FINGERPRINT_BYTES = 1 << 16
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
 
@@ -289,10 +293,11 @@ def tokenizer_digest(directory: Path) -> str:
 
 
 def passes(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Places by rising length, in groups of at most ``tokens`` padded tokens, or of one text."""
+    """Places by rising length, in groups of at most ``tokens`` padded tokens, or of one text, and of little padding."""
     group: list[int] = []
     for place in sorted(range(len(lengths)), key=lambda one: lengths[one]):
-        if group and (len(group) + 1) * lengths[place] > tokens:
+        padded = group and len(group) * lengths[place] > WORTH_A_PASS and lengths[place] > PADDING * lengths[group[0]]
+        if padded or (group and (len(group) + 1) * lengths[place] > tokens):
             yield group
             group = []
         group.append(place)

@@ -86,15 +86,6 @@ def judge(prompt: str, anchor: int, drafted: Sequence[int], ranks: Sequence[int]
     )
 
 
-def judge_tree(prompt: str, anchor: int, numbers: Sequence[int], nodes: int, left: int) -> TreeRound:
-    """Verify a tree of ``nodes`` nodes; ``left`` counts the tokens of the completion behind the anchor.
-
-    ``numbers`` are those of the right prefixes in the order in which a tree grows (:func:`dflash.trees.right_paths`).
-    """
-    reached = sum(number <= nodes for number in numbers)
-    return TreeRound(prompt, anchor, reached, min(reached + 1, left))
-
-
 def summarize(
     rounds: Sequence[Round],
     random_rounds: Sequence[Round],

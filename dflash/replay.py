@@ -19,21 +19,23 @@ from torch import Tensor
 from dflash.drafter import Drafter, KeyValue
 from dflash.errors import DFlashError
 from dflash.masks import layer_masks
-from dflash.metrics import Round, TreeRound, judge, judge_tree
+from dflash.metrics import Round, TreeRound, judge
 from dflash.trees import BEYOND, right_paths
 
 RANDOM_ANCHORS = 16
-"""Anchors sampled in each text for the figures that look at blocks as training does."""
+"""Most anchors sampled in a text for the figures that look at blocks as training does."""
+RANDOM_BLOCKS = 512
+"""Of these as many as in all texts together are enough, and a quarter of the most in each."""
 BLOCKS_AT_ONCE = 4
 """Blocks of a text in one pass: its keys and values are read, and copied, once for all of them."""
-PADDING = 1.25
+PADDING = 1.5
 """The longest text of a batch over its shortest, at most, once the batch is worth a pass."""
 WORTH_A_PASS = 1 << 13
 """Padded context tokens from which a batch is computing rather than starting kernels."""
 CONTEXT_TOKENS = 1 << 18
 """Padded context tokens of one batch: 5 GiB of keys and values for a drafter of 5 layers with 8 K/V heads of 128."""
-LOGITS = 1 << 25
-"""Logits held at once: 128 MiB in float32, and up to three times as much for what is computed from them."""
+LOGITS = 1 << 24
+"""Logits held at once: 64 MiB in float32, and up to five times as much for what is computed from them."""
 
 
 class DraftError(DFlashError):
@@ -84,7 +86,7 @@ def replay(
     progress: Callable[[int, int], None],
     trees: Sequence[int] = (),
 ) -> Replay:
-    """Walk every text to its end, or for ``max_blocks`` rounds, and draft at :data:`RANDOM_ANCHORS` anchors of each.
+    """Walk every text to its end, or for ``max_blocks`` rounds, and draft at random anchors of each.
 
     ``trees`` are budgets of nodes; the DDTree of each walks as well. ``progress(done, total)`` counts the completion
     tokens that the chain has passed. Raises :class:`DraftError` on NaN or infinite hidden states.
@@ -94,17 +96,17 @@ def replay(
     random: dict[str, list[Round]] = {}
     total = sum(len(text.tokens) - text.prompt_length for text in texts)
     for group in _groups(texts):
-        blocks = Blocks(Batch.of(drafter, vocabulary, group), max(trees, default=0))
-        walks |= {text.id: [Walk(text, nodes, max_blocks) for nodes in (None, *trees)] for text in group}
+        blocks = Blocks(Batch.of(drafter, vocabulary, group), trees)
+        walks |= {text.id: [Walk(text, walker, max_blocks) for walker in range(1 + len(trees))] for text in group}
         for _ in _draft_all(blocks, {text.id: walks[text.id] for text in group}, sampled):
             progress(sum(chain.passed for chain, *_ in walks.values()), total)
-        random |= {text.id: [blocks.known[text.id][anchor].round for anchor in sampled[text.id]] for text in group}
+        random |= {text.id: [blocks.known[text.id][anchor].round() for anchor in sampled[text.id]] for text in group}
     order = [text.id for text in texts]
     return Replay(
-        walk=[block.round for id in order for block in walks[id][0].visited],
+        walk=[block.round() for id in order for block in walks[id][0].visited],
         trees={
-            nodes: [block.tree_round(nodes) for id in order for block in walks[id][place].visited]
-            for place, nodes in enumerate(trees, start=1)
+            nodes: [block.tree_round(walker) for id in order for block in walks[id][walker].visited]
+            for walker, nodes in enumerate(trees, start=1)
         },
         random=[one for id in order for one in random[id]],
     )
@@ -112,30 +114,41 @@ def replay(
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """A block as it was drafted at one anchor, and how the text goes on there.
+    """A block as it was drafted at one anchor of ``text``: drafts and ranks of the text's own tokens, [B-1] each.
 
-    ``numbers`` are those of :func:`dflash.trees.right_paths`; ``left`` counts the tokens of the text behind the anchor.
+    ``accepted`` are the drafts that stand for each walker: the chain's, then those of each tree.
     """
 
-    round: Round
-    numbers: tuple[int, ...]
-    left: int
+    text: Text
+    anchor: int
+    drafted: list[int]
+    ranks: list[int]
+    accepted: list[int]
 
-    def tree_round(self, nodes: int) -> TreeRound:
-        """The round of DDTree(``nodes``) at this anchor."""
-        return judge_tree(self.round.prompt, self.round.anchor, self.numbers, nodes, self.left)
+    def advance(self, walker: int) -> int:
+        """Tokens that the round emits, the bonus among them unless the text ends before it."""
+        return min(self.accepted[walker] + 1, len(self.text.tokens) - 1 - self.anchor)
+
+    def round(self) -> Round:
+        """The chain's round here."""
+        following = self.text.tokens[self.anchor + 1 : self.anchor + 2 + len(self.drafted)]
+        return judge(self.text.id, self.anchor, self.drafted, self.ranks, following)
+
+    def tree_round(self, walker: int) -> TreeRound:
+        """The round here of the tree that is this walker's."""
+        return TreeRound(self.text.id, self.anchor, self.accepted[walker], self.advance(walker))
 
 
 class Walk:
-    """One text walked by the chain (``nodes`` None) or by the DDTree of ``nodes`` nodes, as far as blocks are known.
+    """One text walked by the chain (``walker`` 0) or by one of the trees, as far as its blocks are known.
 
     Each round starts at the last token that the round before emitted, as in serving.
     """
 
-    def __init__(self, text: Text, nodes: int | None, max_blocks: int | None) -> None:
+    def __init__(self, text: Text, walker: int, max_blocks: int | None) -> None:
         self.visited: list[Block] = []
         self.anchor = text.prompt_length
-        self._nodes = nodes
+        self._walker = walker
         self._start, self._last = text.prompt_length, len(text.tokens) - 1
         self._most = self._last if max_blocks is None else max_blocks
 
@@ -153,16 +166,16 @@ class Walk:
         """Take every round whose block is among ``known``, by anchor."""
         while self.open and (block := known.get(self.anchor)) is not None:
             self.visited.append(block)
-            self.anchor += (block.round if self._nodes is None else block.tree_round(self._nodes)).advance
+            self.anchor += block.advance(self._walker)
 
 
 class Blocks:
     """The blocks of a batch that have been drafted, for each text's id by anchor."""
 
-    def __init__(self, batch: "Batch", tree_nodes: int) -> None:
+    def __init__(self, batch: "Batch", trees: Sequence[int]) -> None:
         self.known: dict[str, dict[int, Block]] = {text.id: {} for text in batch.texts}
         self._batch = batch
-        self._tree_nodes = tree_nodes
+        self._trees = trees
 
     def draft(self, wanted: Mapping[str, Sequence[int]]) -> None:
         """Draft at the wanted anchors of each id. A text that is left out will not be asked for again."""
@@ -174,42 +187,40 @@ class Blocks:
         filled = [
             anchors + most * (anchors or [text.prompt_length])[:1] for text, anchors in zip(texts, asked, strict=True)
         ]
-        drafts = self._batch.draft([anchors[:most] for anchors in filled], tree_nodes=self._tree_nodes)
+        drafts = self._batch.draft([anchors[:most] for anchors in filled], tree_nodes=max(self._trees, default=0))
         places = [(row, place) for row, anchors in enumerate(asked) for place in range(len(anchors))]
-        for block in drafts.blocks(
-            [(texts[row], asked[row][place]) for row, place in places], places, self._tree_nodes
-        ):
-            self.known[block.round.prompt][block.round.anchor] = block
+        for block in self._judged([(texts[row], asked[row][place]) for row, place in places], drafts.at(places)):
+            self.known[block.text.id][block.anchor] = block
+
+    def _judged(self, at: Sequence[tuple[Text, int]], drafts: "Drafts") -> Iterator[Block]:
+        """The blocks drafted ``at`` these texts and anchors, with what each walker accepts of them."""
+        left = np.array([len(text.tokens) - 1 - anchor for text, anchor in at])
+        slots = drafts.ranks.shape[1]
+        ranks = np.where(np.arange(slots) < left[:, None], drafts.ranks, BEYOND)
+        accepted = [np.logical_and.accumulate(ranks == 0, axis=1).sum(axis=1)]
+        if self._trees:
+            numbers = right_paths(drafts.log_probs, ranks, max(self._trees))
+            accepted += [(numbers <= nodes).sum(axis=1) for nodes in self._trees]
+        rows = zip(at, drafts.drafted.tolist(), drafts.ranks.tolist(), np.stack(accepted, axis=1).tolist(), strict=True)
+        for (text, anchor), drafted, own_ranks, own_accepted in rows:
+            yield Block(text, anchor, drafted, own_ranks, own_accepted)
 
 
 @dataclass(frozen=True)
 class Drafts:
-    """Blocks of a batch: ``drafted`` tokens, ``ranks`` of the text's own tokens, both [N, n, B-1], and ``log_probs``.
+    """``drafted`` tokens and ``ranks`` of the text's own tokens, [..., B-1], and ``log_probs`` of the best tokens.
 
-    ``log_probs`` [N, n, B-1, min(tree nodes, V)] float32 of each slot's best tokens, falling.
+    ``log_probs`` [..., B-1, min(tree nodes, V)] is float32, falling.
     """
 
     drafted: NDArray[np.int64]
     ranks: NDArray[np.int64]
     log_probs: NDArray[np.float32]
 
-    def blocks(
-        self, at: Sequence[tuple[Text, int]], places: Sequence[tuple[int, int]], tree_nodes: int
-    ) -> Iterator[Block]:
-        """The blocks at ``places`` (row, block) compared with the texts and anchors that they were drafted ``at``."""
+    def at(self, places: Sequence[tuple[int, int]]) -> "Drafts":
+        """Those of [N, n] blocks that stand at ``places`` (row, block), [P]."""
         index = tuple(np.array(places).T)
-        left = np.array([len(text.tokens) - 1 - anchor for text, anchor in at])
-        drafted, ranks = self.drafted[index], self.ranks[index]
-        slots = drafted.shape[1]
-        if tree_nodes:
-            inside = np.arange(slots) < left[:, None]
-            numbers = right_paths(self.log_probs[index], np.where(inside, ranks, BEYOND), tree_nodes)
-        else:
-            numbers = np.zeros((len(at), 0), np.int64)
-        for place, (text, anchor) in enumerate(at):
-            following = text.tokens[anchor + 1 : anchor + 2 + slots]
-            one = judge(text.id, anchor, drafted[place].tolist(), ranks[place].tolist(), following)
-            yield Block(one, tuple(numbers[place].tolist()), int(left[place]))
+        return Drafts(self.drafted[index], self.ranks[index], self.log_probs[index])
 
 
 @dataclass(frozen=True)
@@ -265,9 +276,12 @@ class Batch:
         ids = torch.full((*at.shape, config.block_size), config.mask_token_id, device=at.device)
         ids[..., 0] = self.tokens.gather(1, at)
         positions = at[..., None] + torch.arange(config.block_size, device=at.device)
-        masks = layer_masks(config, at, self.context[0][0].shape[2])
+        # No block sees what is behind its anchor. A block's length is left there, so that one which did would show.
+        reach = min(int(at.max()) + config.block_size, self.context[0][0].shape[2])
+        context = [(keys[:, :, :reach], values[:, :, :reach]) for keys, values in self.context]
+        masks = layer_masks(config, at, reach)
         blocks = self.vocabulary.embed(ids.flatten(1)).to(self.drafter.fc.weight.dtype)
-        out: Tensor = self.drafter(blocks, positions.flatten(1), self.context, masks)
+        out: Tensor = self.drafter(blocks, positions.flatten(1), context, masks)
         hidden = out.view(*ids.shape, -1)[:, :, 1:]
         finite = hidden.isfinite().flatten(2).all(dim=2)
         if not finite.all():
@@ -346,10 +360,11 @@ def _draft_all(
 
 def _random_anchors(texts: Sequence[Text], block_size: int, rng: np.random.Generator) -> dict[str, list[int]]:
     """Anchors of each text drawn uniformly, with replacement, among those whose block and bonus lie inside it."""
+    each = min(RANDOM_ANCHORS, max(RANDOM_ANCHORS // 4, -(-RANDOM_BLOCKS // max(len(texts), 1))))
     anchors: dict[str, list[int]] = {}
     for text in texts:
         start, end = text.prompt_length, len(text.tokens) - block_size
-        anchors[text.id] = rng.integers(start, end, RANDOM_ANCHORS).tolist() if start < end else []
+        anchors[text.id] = rng.integers(start, end, each).tolist() if start < end else []
     return anchors
 
 

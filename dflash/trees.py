@@ -96,9 +96,12 @@ def _reach(
 
     Of the prefixes that leave the most probable text at their last slot alone, fewer than ``budget`` may be better.
     """
-    leaving = np.sort((best[:, :, None] - losses).reshape(len(best), -1), axis=1)
+    leaving = (best[:, :, None] - losses).reshape(len(best), -1)
     place = leaving.shape[1] - budget
-    return (right >= leaving[:, place, None] - TIE).sum(axis=1) if place >= 0 else np.full(len(best), best.shape[1])
+    if place < 0:
+        return np.full(len(best), best.shape[1])
+    worst = np.partition(leaving, place, axis=1)[:, place, None]
+    return np.asarray((right >= worst - TIE).sum(axis=1))
 
 
 def _more_probable(

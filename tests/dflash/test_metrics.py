@@ -16,7 +16,6 @@ from dflash.metrics import (
     histogram,
     interval,
     judge,
-    judge_tree,
     mean_streak,
     speedup,
     streak,
@@ -181,13 +180,6 @@ def test_a_verdict_needs_64_prompts_and_an_interval_beside_zero():
 
 def test_speedup_is_what_a_round_saves_over_plain_steps():
     assert speedup(4.0, draft=1.0, verify=3.0, step=2.0).expected == 4.0 * 2.0 / (1.0 + 3.0)
-
-
-def test_a_tree_accepts_the_right_prefixes_it_holds_and_its_last_round_ends_with_the_text():
-    numbers = (1, 3, 9, 40)
-    assert [judge_tree("a", 5, numbers, nodes, left=9).accepted for nodes in (1, 2, 3, 8, 9, 64)] == [1, 1, 2, 2, 3, 4]
-    assert judge_tree("a", 5, numbers, 64, left=9) == TreeRound("a", 5, 4, 5)
-    assert judge_tree("a", 5, numbers, 64, left=4) == TreeRound("a", 5, 4, 4)
 
 
 def test_each_tree_has_its_own_walk_in_the_summary():
