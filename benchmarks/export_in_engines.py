@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from dflash.batch import Text
 from dflash.checkpoints import DrafterCheckpoint, build_drafter, read_checkpoint
 from dflash.config import DrafterConfig
 from dflash.export import export
 from dflash.manifest import seal
 from dflash.metrics import Round
-from dflash.replay import Text
 from dflash.target import Target
 from tasks.process import ProcessError, run
 from tests.dflash.greedy import tau, tiny_prompts, walk

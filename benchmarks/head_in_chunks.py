@@ -6,7 +6,7 @@ Each line is a fresh process on the CPU that counts what its resident set rises 
 memory and after a first run of 8 tokens:
 
 - *shortfall*: taps and shortfalls of 4 texts of 500 tokens from a loaded target (:meth:`dflash.target.Target.taps`).
-- *blocks*: greedy tokens, ranks and the 512 best of 2 000 drafted slots (:func:`dflash.replay.best_tokens`) through
+- *blocks*: greedy tokens, ranks and the 512 best of 2 000 drafted slots (:func:`dflash.batch.best_tokens`) through
   :class:`dflash.vocabulary.SlicedVocabulary`, which every drafter borrows.
 - *ranks*: the same greedy tokens and ranks a block of the vocabulary at a time, as for a head in host memory.
 - *unchunked*: what transformers does for the first of these, all logits at once.
@@ -111,7 +111,7 @@ def unchunked(folder: Path, dtype: Any) -> Callable[[int], Any]:
 def blocks(folder: Path, dtype: Any) -> Callable[[int], Any]:
     import torch
 
-    from dflash.replay import best_tokens
+    from dflash.batch import best_tokens
 
     vocabulary = sliced(folder, dtype)
     return lambda tokens: best_tokens(

@@ -17,11 +17,12 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig, MuseGlimmerAssistantModel
 
+from dflash.batch import Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.export import export
 from dflash.hidden_states import LoadedTaps
 from dflash.metrics import DDTREE_NODES, SEED, summarize
-from dflash.replay import Text, replay
+from dflash.replay import replay
 from dflash.target import Target
 from tests.dflash.greedy import tiny_prompts
 from tests.tiny import FIXTURES, PROMPTS, Pair

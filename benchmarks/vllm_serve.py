@@ -20,13 +20,14 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.transformers_serve import ROOT, common, free_port, started
+from dflash.batch import Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.completions import Completion, complete, connect
 from dflash.errors import run_cli
 from dflash.hidden_states import LoadedTaps
 from dflash.metrics import Round, by_prompt, tau_pooled
 from dflash.prompts import read_prompts, tokenize
-from dflash.replay import Text, replay
+from dflash.replay import replay
 from dflash.served import Served, measure_served, served_metrics
 from dflash.target import Target
 

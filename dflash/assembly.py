@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 
+from dflash.batch import Text
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.hidden_states import TargetFacts
 from dflash.metrics import SEED, Totals
 from dflash.prompts import has_chats
-from dflash.replay import Text
 from dflash.report import Check, CheckpointInfo, PromptResult, Report, Settings, TargetInfo, TrainingInfo
 from dflash.request import Inputs, Request
 

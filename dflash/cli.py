@@ -48,6 +48,7 @@ def _show(found: "Inspection") -> None:
         facts.add_row(name, text(getattr(found, name)))
     for name, value in (found.config | found.training).items():
         facts.add_row(name, text(value))
+    facts.add_row("notes", "\n".join(map(text, found.notes)) or "none")
     facts.add_row("problems", "\n".join(map(text, found.problems)) or "none")
     tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
     for tensor in found.tensors:

@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
-from dflash.errors import one_line
+from dflash.cli_options import JsonOption, text
 
 if TYPE_CHECKING:
     from dflash.compare import ReportComparison
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 def compare(
     ours: Annotated[Path, typer.Argument(help="report.json of the drafter in question")],
     theirs: Annotated[Path, typer.Argument(help="report.json of the one it is compared with")],
-    as_json: Annotated[bool, typer.Option("--json", help="print the result as JSON")] = False,
+    as_json: JsonOption = False,
 ) -> None:
     """Difference of two drafters on the same prompts, first minus second, by a paired bootstrap over the prompts.
 
@@ -39,9 +38,9 @@ def _show(result: "ReportComparison") -> None:
     for one in result.prompts:
         difference = "–" if one.ours is None or one.theirs is None else f"{one.ours - one.theirs:+.3f}"
         shown = ["–" if tau is None else f"{tau:.3f}" for tau in (one.ours, one.theirs)]
-        table.add_row(escape(one_line(one.id)), *shown, difference, "" if one.same_completion else "other completion")
+        table.add_row(text(one.id), *shown, difference, "" if one.same_completion else "other completion")
     console = Console(highlight=False, soft_wrap=True)
     console.print(table)
     console.print()
     for line in (f"ours: {result.ours}", f"theirs: {result.theirs}", *result.notes, result.headline()):
-        console.print(escape(one_line(line)))
+        console.print(text(line))

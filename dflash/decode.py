@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from dflash.batch import DraftError, Text, ranks_of
 from dflash.drafter import Drafter
 from dflash.errors import DFlashError
 from dflash.masks import layer_masks
 from dflash.metrics import Round, judge
-from dflash.replay import DraftError, Text
 from dflash.rollback import RollbackCache, RoomyLayer
 from dflash.sampling import Sampler
 from dflash.target import Target
@@ -99,7 +99,7 @@ def decode(
     Greedy rounds are those of :func:`dflash.replay.replay` over the target's greedy completions, except that a
     completion which ``max_blocks`` stopped has no right tokens behind its last round. A sampled draft's rank is still
     its right token's place in the drafter's order. ``progress(done, total)`` counts completion tokens; what a text
-    leaves unused is taken off the total. Raises :class:`dflash.replay.DraftError`, :class:`VerifyError` and
+    leaves unused is taken off the total. Raises :class:`dflash.batch.DraftError`, :class:`VerifyError` and
     :class:`dflash.rollback.RollbackError`.
     """
     watch = Stopwatch(target.device)
@@ -157,7 +157,7 @@ class Session:
     def draft(self) -> tuple[Tensor, Tensor]:
         """Hidden states [B-1, H] and logits [1, B-1, V] of slots 1…B-1 of a block at the anchor.
 
-        Raises :class:`dflash.replay.DraftError` where they are not finite.
+        Raises :class:`dflash.batch.DraftError` where they are not finite.
         """
         config, device = self._drafter.config, self._target.device
         anchor = len(self.tokens) - 1
@@ -201,14 +201,11 @@ class Session:
     def ranks(self, hidden: Tensor, right: Tensor) -> Tensor:
         """Ranks [B-1] of the tokens ``right`` [B-1] in the orders that a block's ``hidden`` [B-1, H] gives.
 
-        Equal logits rank by id, as argmax takes the first. The head runs over one block, as it did for the draft: in
-        another shape it would round otherwise, and a greedy draft could be another token than the one of rank 0.
+        The head runs over one block, as it did for the draft: in another shape it would round otherwise, and a greedy
+        draft could be another token than the one of rank 0.
         """
         logits = self._target.logits(hidden[None])[0].float()
-        wanted = right.to(logits.device)[:, None]
-        value = logits.gather(1, wanted)
-        ids = torch.arange(logits.shape[1], device=logits.device)
-        return ((logits > value) | ((logits == value) & (ids < wanted))).sum(dim=1)
+        return ranks_of(right.to(logits.device), logits)
 
     def _feed(self, taps: Tensor) -> None:
         """Append the drafter's keys and values of committed tokens, whose ``taps`` [n, K·H] it has not had."""
@@ -223,7 +220,7 @@ class Session:
     def _tapped(self) -> Iterator[Callable[[], Tensor]]:
         """Collect the taps of one pass; the function yielded joins them, [n, K·H], once the pass is over."""
         parts: dict[int, Tensor] = {}
-        with self._target._tapped(self._drafter.config.target_layer_ids, parts.__setitem__):
+        with self._target.tapped(self._drafter.config.target_layer_ids, parts.__setitem__):
             yield lambda: torch.cat([parts[place][0] for place in sorted(parts)], dim=-1)
 
     def _finite(self, logits: Tensor) -> Tensor:

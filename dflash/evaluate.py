@@ -13,6 +13,7 @@ import torch
 
 from dflash import checks, completions, served
 from dflash.assembly import make_report, prompt_results
+from dflash.batch import Text, Vocabulary
 from dflash.cache import Cache
 from dflash.checkpoints import DrafterCheckpoint, build_drafter
 from dflash.checks import Evidence
@@ -29,7 +30,7 @@ from dflash.output import whole_directory
 from dflash.progress import Phases
 from dflash.reference_completions import fitted, loaded_target, reference_completions
 from dflash.render import to_markdown
-from dflash.replay import Replay, Text, Vocabulary, replay
+from dflash.replay import Replay, replay
 from dflash.report import Check, Metrics, Report, Served
 from dflash.request import Inputs, Mode, Request, read_inputs
 from dflash.sampling import make_sampler

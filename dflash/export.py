@@ -5,11 +5,6 @@ all: it is written under a temporary name beside its own and renamed.
 """
 
 import json
-import os
-import shutil
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,16 +16,12 @@ from torch import Tensor
 
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.config import ConfigError
-from dflash.errors import DFlashError
 from dflash.formats import ExportFormat, their_name, write_config
 from dflash.manifest import file_sha256
+from dflash.output import whole_directory
 
 Dtype = Literal["auto", "float32", "bfloat16"]
 _EXPONENT_AND_MANTISSA = {torch.float32: (8, 23), torch.bfloat16: (8, 7), torch.float16: (5, 10)}
-
-
-class ExportError(DFlashError):
-    """The export cannot be written where it was asked for; nothing of it is left behind."""
 
 
 class ExportedFile(BaseModel):
@@ -70,7 +61,7 @@ def export(
 
     ``dtype`` auto keeps each tensor as it is. ``verifier`` is the target's name or directory, which speculators' layout
     has a place for. :class:`~dflash.config.ConfigError` where the layout cannot express the drafter,
-    :class:`ExportError` where the directory cannot be written.
+    :class:`~dflash.output.OutputError` where the directory cannot be written.
     """
     dtypes = {tensor.dtype if dtype == "auto" else getattr(torch, dtype) for tensor in checkpoint.weights.values()}
     said = _name(next(iter(dtypes)) if len(dtypes) == 1 else checkpoint.weights["fc.weight"].dtype)
@@ -82,8 +73,8 @@ def export(
         their_name(format, name): tensor if dtype == "auto" else tensor.to(getattr(torch, dtype))
         for name, tensor in checkpoint.weights.items()
     }
-    with _whole_or_nothing(output) as partial:
-        save_file(_unshared(weights), partial / "model.safetensors", metadata={"format": "pt"})
+    with whole_directory(output) as partial:
+        _save(weights, partial / "model.safetensors")
         (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         files = [
             ExportedFile(name=file.name, size=file.stat().st_size, sha256=file_sha256(file))
@@ -103,6 +94,13 @@ def export(
     )
 
 
+def _save(weights: dict[str, Tensor], path: Path) -> None:
+    try:
+        save_file(_unshared(weights), path, metadata={"format": "pt"})
+    except SafetensorError as error:  # how it tells what the file system says
+        raise OSError(str(error)) from None
+
+
 def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same values, each tensor with memory of its own: safetensors does not write tied ones twice."""
     seen: set[int] = set()
@@ -112,46 +110,6 @@ def _unshared(weights: dict[str, Tensor]) -> dict[str, Tensor]:
         alone[name] = tensor.clone() if place in seen else tensor
         seen.add(place)
     return alone
-
-
-@contextmanager
-def _whole_or_nothing(output: Path) -> Iterator[Path]:
-    """A temporary directory beside ``output`` that takes its name once it is written and on disk."""
-    if output.is_symlink() or (output.exists() and not output.is_dir()):
-        raise ExportError(f"{output} exists and is no directory; give a directory that is empty or not there")
-    if output.is_dir() and any(output.iterdir()):
-        raise ExportError(f"{output} is not empty; give a directory that is empty or not there")
-    partial: Path | None = None
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", suffix=".partial", dir=output.parent))
-        partial.chmod(0o755 & ~_umask())
-        yield partial
-        for file in partial.iterdir():
-            _to_disk(file)
-        _to_disk(partial)
-        partial.rename(output)
-        _to_disk(output.parent)
-    except (OSError, SafetensorError) as error:
-        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise ExportError(f"{output} could not be written ({reason}); nothing of it was left behind") from None
-    finally:
-        if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dflash.replay import Text
+from dflash.batch import Text
 from dflash.report import Check
 from dflash.target import Target
 

@@ -26,13 +26,13 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from dflash.batch import LOGITS, Vocabulary
 from dflash.drafter import Drafter
 from dflash.errors import DFlashError
 from dflash.losses import reduce, slot_losses
 from dflash.masks import layer_masks
 from dflash.probe import read_versioned
 from dflash.recipes import Recipe, RecipeError
-from dflash.replay import LOGITS, Vocabulary
 from dflash.target import Target
 
 VERSION = 1

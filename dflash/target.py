@@ -158,7 +158,7 @@ class Target:
         ids = ids.to(self.device)
         width = self.hidden_size
         taps = torch.empty(*ids.shape, len(layer_ids) * width, dtype=self.dtype, device=self.device)
-        with self._tapped(layer_ids, lambda i, output: taps[..., i * width : (i + 1) * width].copy_(output)):
+        with self.tapped(layer_ids, lambda i, output: taps[..., i * width : (i + 1) * width].copy_(output)):
             hidden = self.model.get_submodule("model")(input_ids=ids, use_cache=False).last_hidden_state
         if not shortfall:
             return TapResult(taps, None)
@@ -170,7 +170,8 @@ class Target:
         return TapResult(taps, missed)
 
     @contextmanager
-    def _tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:
+    def tapped(self, layer_ids: Sequence[int], keep: Callable[[int, Tensor], Any]) -> Iterator[None]:
+        """While open, ``keep(place, output [B, S, H])`` gets what each of the blocks ``layer_ids`` puts out."""
         require_layers(layer_ids, self.num_layers, path=self.path)
         handles = [
             self.layers[layer].register_forward_hook(lambda _module, _inputs, output, i=i: keep(i, output))

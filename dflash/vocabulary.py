@@ -28,7 +28,7 @@ class VocabularyError(DFlashError):
 
 @dataclass(frozen=True)
 class SlicedVocabulary:
-    """Embedding rows of some tokens and the whole head; satisfies :class:`dflash.replay.Vocabulary`.
+    """Embedding rows of some tokens and the whole head; satisfies :class:`dflash.batch.Vocabulary`.
 
     ``head`` [V, H] is on ``device``, or on the CPU where it does not fit there (then :attr:`streamed`).
     """

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from dflash.batch import Text
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.checks.evidence import stated_recipe
 from dflash.checks.verdict import Status, skipped, verdict
@@ -11,7 +12,6 @@ from dflash.config import DrafterConfig, default_tap_ids
 from dflash.masks import LayerRule, layer_rules
 from dflash.metrics import Round, accuracy_by_position, right_slots
 from dflash.recipes import RecipeError
-from dflash.replay import Text
 from dflash.report import Check
 
 SLOT_LIMIT = 4.0

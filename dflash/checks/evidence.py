@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from dflash.batch import Text, Vocabulary
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.config import DrafterConfig
 from dflash.drafter import Drafter
@@ -18,7 +19,6 @@ from dflash.metric_replay import TrainedBatch, read_replay
 from dflash.metrics import Round
 from dflash.probe import Probe, read_probe
 from dflash.recipes import Recipe
-from dflash.replay import Text, Vocabulary
 from dflash.target import Target
 
 NEED_TARGET = ("tap-source", "clean-targets")

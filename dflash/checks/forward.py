@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from dflash import naive
+from dflash.batch import Batch, Text, Vocabulary
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.checks.verdict import skipped, verdict
 from dflash.drafter import Drafter
 from dflash.metrics import Round
-from dflash.replay import Batch, Text, Vocabulary
 from dflash.report import Check
 
 NAIVE_BLOCKS = 32
@@ -32,7 +32,7 @@ def context_strictly_before_anchor(
 ) -> Check:
     """Blocks of the walk do not move by one bit when the states at the anchor and behind it are replaced.
 
-    The replay itself drafts them (:class:`dflash.replay.Batch`), once with the texts' states and once with noise from
+    The replay itself drafts them (:class:`dflash.batch.Batch`), once with the texts' states and once with noise from
     the anchor on. The gradient of a block's output with respect to the context there is exactly zero as well. And so
     that the check can fail at all, replacing the state just before the anchor must move the blocks. Measured is the
     largest change of a block's output relative to its size, or the gradient's share behind the anchor if that is more.

@@ -5,12 +5,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from dflash.batch import Batch, Text, Vocabulary
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.checks.verdict import Status, skipped, verdict
 from dflash.drafter import Drafter
 from dflash.hidden_states import TapSource, TargetFacts
 from dflash.probe import Probe, relative_errors
-from dflash.replay import Batch, Text, Vocabulary
 from dflash.report import Check
 from dflash.target import Target
 

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 import torch
 
+from dflash.batch import Vocabulary
 from dflash.checkpoints import DrafterCheckpoint
 from dflash.checks.evidence import stated_recipe
 from dflash.checks.verdict import skipped, verdict
 from dflash.drafter import Drafter
 from dflash.metric_replay import TrainedBatch, batch_metrics, label_noise, last_hidden
 from dflash.recipes import PAPER_GAMMA, RecipeError, describe, differences, known, paper
-from dflash.replay import Vocabulary
 from dflash.report import Check
 from dflash.target import Target
 

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 
 import torch
 
+from dflash.batch import Text
 from dflash.drafter import Drafter
 from dflash.metrics import Round
-from dflash.replay import Text, replay
+from dflash.replay import replay
 from dflash.target import Target
 from tests.tiny import Pair
 

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 from dflash import decode as decode_module
+from dflash.batch import DraftError, Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.decode import Decoding, Session, Stopwatch, VerifyError, decode
 from dflash.drafter import Drafter
 from dflash.metrics import Round
-from dflash.replay import DraftError, Text
 from dflash.sampling import Greedy, Sampler, make_sampler
 from dflash.target import Target
 from tests.dflash import test_against_transformers as peer

@@ -13,12 +13,14 @@ import typer
 from typer.testing import CliRunner
 
 import dflash.export
+import dflash.output
 from dflash.checkpoints import DrafterCheckpoint, read_checkpoint
 from dflash.cli_export import export as command
 from dflash.config import ConfigError, DrafterConfig
 from dflash.errors import DFlashError
-from dflash.export import ExportError, export
+from dflash.export import export
 from dflash.formats import ExportFormat
+from dflash.output import OutputError
 from tests.dflash.test_checkpoints import random_weights, save_pt, save_step, save_zlab
 from tests.dflash.test_config import changed
 from tests.tiny import Pair
@@ -125,9 +127,9 @@ def test_a_place_that_is_taken_is_left_as_it_is(tmp_path: Path) -> None:
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "notes.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
-    with pytest.raises(ExportError, match="is not empty"):
+    with pytest.raises(OutputError, match="is not an empty directory"):
         export(checkpoint, "zlab", tmp_path / "full")
-    with pytest.raises(ExportError, match="is no directory"):
+    with pytest.raises(OutputError, match="is not an empty directory"):
         export(checkpoint, "zlab", tmp_path / "file")
     (tmp_path / "empty").mkdir()
     export(checkpoint, "zlab", tmp_path / "empty")
@@ -143,17 +145,17 @@ def interrupted(*arguments: Any, **options: Any) -> None:
     raise KeyboardInterrupt
 
 
-@pytest.mark.parametrize(("fault", "raises"), [(disk_full, ExportError), (interrupted, KeyboardInterrupt)])
+@pytest.mark.parametrize(("fault", "raises"), [(disk_full, OutputError), (interrupted, KeyboardInterrupt)])
 @pytest.mark.parametrize("at", ["save_file", "file_sha256", "_to_disk"])
 def test_nothing_is_left_of_an_export_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None], raises: type[BaseException], at: str
 ) -> None:
     checkpoint = a_checkpoint(tmp_path / "own")
-    monkeypatch.setattr(dflash.export, at, fault)
+    monkeypatch.setattr(dflash.output if at == "_to_disk" else dflash.export, at, fault)
     with pytest.raises(raises) as caught:
         export(checkpoint, "zlab", tmp_path / "there")
     assert [entry.name for entry in tmp_path.iterdir()] == ["own"]
-    if raises is ExportError:
+    if raises is OutputError:
         assert "No space left on device" in str(caught.value)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from dflash.batch import Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.decode import decode
 from dflash.lossless import NEAR_TIE, Lossless, lossless, read_again
-from dflash.replay import Text
 from dflash.sampling import Greedy
 from dflash.target import Target
 from tests.dflash.greedy import tiny_prompts

@@ -3,12 +3,14 @@
 import pytest
 import torch
 
+from dflash import batch as batch_module
 from dflash import naive
 from dflash import replay as replay_module
+from dflash.batch import Batch, DraftError, Text
 from dflash.config import DrafterConfig
 from dflash.drafter import Drafter
 from dflash.metrics import judge, tau_pooled
-from dflash.replay import RANDOM_ANCHORS, Batch, DraftError, Text, replay
+from dflash.replay import RANDOM_ANCHORS, replay
 from dflash.trees import best_first
 
 VOCABULARY, HIDDEN, TAPS, BLOCK = 61, 32, 2, 6
@@ -179,7 +181,7 @@ def test_random_anchors_are_seeded_and_their_blocks_lie_whole_inside_the_text(pa
 def test_the_head_runs_in_chunks_and_batches_are_bounded(pair, monkeypatch):
     texts = random_texts([(3, 40), (17, 25), (30, 33), (8, 20)])
     expected = run(pair, texts).walk
-    monkeypatch.setattr(replay_module, "LOGITS", 3 * VOCABULARY)
+    monkeypatch.setattr(batch_module, "LOGITS", 3 * VOCABULARY)
     monkeypatch.setattr(replay_module, "CONTEXT_TOKENS", 100)
     pair[1].rows = 0
     assert run(pair, texts).walk == expected

@@ -6,9 +6,9 @@ from statistics import median
 import pytest
 import torch
 
+from dflash.batch import Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.naive import draft_logits
-from dflash.replay import Text
 from dflash.target import Target
 from tests.dflash.greedy import greedy_texts, tau, tiny_prompts, walk
 from tests.fixtures.drafter_training import new_drafter

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dflash.batch import Text
 from dflash.checkpoints import DrafterCheckpoint, build_drafter, read_checkpoint
 from dflash.checks import Evidence
 from dflash.drafter import Drafter
@@ -21,7 +22,7 @@ from dflash.hidden_states import LoadedTaps
 from dflash.metric_replay import TrainedBatch, batch_metrics, last_hidden, soft_labels, write_replay
 from dflash.probe import make_probe, write_probe
 from dflash.recipes import Recipe
-from dflash.replay import Replay, Text, replay
+from dflash.replay import Replay, replay
 from dflash.target import Target, load_tokenizer
 from tests.tiny import FIXTURES, PROMPTS, Pair
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from dflash import checks
+from dflash.batch import Text
 from dflash.checkpoints import DrafterCheckpoint, read_checkpoint
 from dflash.config import DrafterConfig
 from dflash.metrics import Round, judge
-from dflash.replay import Text
 from tests.dflash.pairs import DRAFTER, write_drafter
 
 CAUSAL = {"causal": True, "window": 9}

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from dflash import checks
+from dflash.batch import Text
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.hidden_states import LoadedTaps
 from dflash.probe import Probe, make_probe
-from dflash.replay import Text
 from dflash.report import Check
 from dflash.target import Target
 from tests.dflash.pairs import write_drafter, write_target
