@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
-from dflash import checks, drafter, masks, replay
+from dflash import batch as batch_module
+from dflash import checks, drafter, masks
 from dflash import target as target_module
 from dflash.config import DrafterConfig
 from dflash.hidden_states import LoadedTaps
@@ -279,8 +280,8 @@ OTHER_RULES = [{"causal": True, "window": 64}, {"causal": False, "window": None}
 
 IN_THE_PATH = {
     "context with the anchor": (masks, "block_mask_mod", *WITH_ANCHOR),
-    "block ids one late": (replay.Batch, "hidden", *PLUS_ONE),
-    "block ids one early": (replay.Batch, "hidden", *MINUS_ONE),
+    "block ids one late": (batch_module.Batch, "hidden", *PLUS_ONE),
+    "block ids one early": (batch_module.Batch, "hidden", *MINUS_ONE),
     "K/V heads tiled": (drafter.Attention, "forward", KEYS_AND_VALUES, TILED),
 }
 """Faults of the measuring code itself, as :func:`mutate` takes them."""

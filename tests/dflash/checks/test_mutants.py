@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dflash import checks, drafter, masks, replay
+from dflash import batch, checks, drafter, masks
 from dflash.target import Target
 from tests.dflash.checks.bench import Bench
 from tests.dflash.checks.injections import KEYS_AND_VALUES, MINUS_ONE, PLUS_ONE, TILED, WITH_ANCHOR, measured
@@ -13,7 +13,7 @@ from tests.dflash.checks.mutate import mutate
 from tests.dflash.pairs import write_drafter, write_target
 
 MASK = (masks, "block_mask_mod")
-BLOCK = (replay.Batch, "hidden")
+BLOCK = (batch.Batch, "hidden")
 ATTENTION = (drafter.Attention, "forward")
 QUERIES = "self._heads(self.q_proj(x))"
 KEYS = "self._heads(self.k_proj(x))"
@@ -29,7 +29,7 @@ MUTANTS = {
     "mask: no window": (*MASK, "if rule.window is not None:", "if False:"),
     "positions: block one late": (*BLOCK, *PLUS_ONE),
     "positions: block one early": (*BLOCK, *MINUS_ONE),
-    "positions: context one late": (replay.Batch, "of", "torch.arange(longest", "1 + torch.arange(longest"),
+    "positions: context one late": (batch.Batch, "of", "torch.arange(longest", "1 + torch.arange(longest"),
     "positions: all slots at the anchor": (*BLOCK, "positions = at[..., None] +", "positions = at[..., None] + 0 *"),
     "rotary: another base": (drafter, "rotary", "theta**exponents", "(2 * theta)**exponents"),
     "rotary: neighbours are paired": (
@@ -52,7 +52,7 @@ MUTANTS = {
     "head: the embedding's rows": (
         Target, "logits", 'self.model.get_submodule("lm_head")(hidden)', "hidden @ self._embedding.weight.T",
     ),
-    "head: tokens one off": (replay, "best_tokens", "logits.argmax(dim=1)", "logits.argmax(dim=1) - 1"),
+    "head: tokens one off": (batch, "best_tokens", "logits.argmax(dim=1)", "logits.argmax(dim=1) - 1"),
 }  # fmt: skip
 
 
