@@ -1,6 +1,6 @@
 """``report.md``: the report for people, made from the report model and nothing else."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from dflash.errors import one_line
 from dflash.report import Metrics, Report, Speedup
@@ -81,29 +81,41 @@ def _completions(report: Report) -> str:
 def _figures(report: Report) -> str:
     columns = [report.metrics] + ([report.reference_metrics] if report.reference_metrics else [])
     names = ["", "drafter", "reference"][: len(columns) + 1]
-    rows = [
-        ["τ pooled (Σ advance / rounds, bonus included)", *(f"{one.tau.pooled:.3f}" for one in columns)],
-        ["95 % interval, bootstrap over prompts", *(_interval(one.tau.ci95) for one in columns)],
-        ["τ macro (mean over prompts)", *(f"{one.tau.macro:.3f}" for one in columns)],
-        ["τ at random anchors, as training sees blocks", *(_number(one.random_anchor_tau) for one in columns)],
-        ["random anchors less the walk", *(_difference(one) for one in columns)],
-        ["rounds", *(str(one.rounds) for one in columns)],
-        ["of them cut by the end of a completion", *(str(one.cut_rounds) for one in columns)],
-        ["tokens", *(str(one.tokens) for one in columns)],
-    ]
+    rows = [[name, *(value(one) for one in columns), what] for name, what, value in _FIGURES]
     if any(one.lossless_prompts is not None for one in columns):
-        rows.append(["prompts decoded as the greedy completion", *(_or_dash(one.lossless_prompts) for one in columns)])
+        values = [str(_or_dash(one.lossless_prompts)) for one in columns]
+        rows.append(["lossless prompts", *values, "prompts decoded exactly as the greedy completion"])
     for nodes in report.metrics.ddtree or ():
-        trees = [(one.ddtree or {}).get(nodes) for one in columns]
-        rows.append([f"DDTree({nodes}) (τ of a tree of {nodes} nodes, own walk, bonus included)", *map(_number, trees)])
-    for width in report.metrics.streak:
-        oracle = "" if width == "1" else ", an oracle"
+        values = [_number((one.ddtree or {}).get(nodes)) for one in columns]
         rows.append(
-            [f"top-{width} streak (drafts only{oracle})", *(f"{one.streak[width]:.3f}" for one in columns)],
+            [f"DDTree({nodes})", *values, f"τ of a draft tree of {nodes} nodes besides the root, on its own walk"]
+        )
+    for width in report.metrics.streak:
+        values = [_number(one.streak.get(width)) for one in columns]
+        what = f"leading slots whose right token is among the {width} best: an oracle, not to be compared with τ"
+        rows.append(
+            [f"top-{width} streak", *values, "leading right drafts of a block, no bonus" if width == "1" else what]
         )
     if any(one.speedup for one in columns):
-        rows.append(["expected speed-up, τ · step / (draft + verify)", *(_speedup(one.speedup) for one in columns)])
-    return "## Figures\n\n" + _table(names, rows)
+        what = "τ · step / (draft + verify), times measured here, one text at a time"
+        rows.append(["expected speed-up", *(_speedup(one.speedup) for one in columns), what])
+    return "## Figures\n\n" + _table([*names, "what it is"], rows)
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[Metrics], str]], ...] = (
+    ("τ pooled", "Σ advance / rounds over all prompts; the bonus token counts", lambda one: f"{one.tau.pooled:.3f}"),
+    ("95 % interval", "of the pooled τ, bootstrap over prompts", lambda one: _interval(one.tau.ci95)),
+    ("τ macro", "mean over prompts of each prompt's τ", lambda one: f"{one.tau.macro:.3f}"),
+    (
+        "τ at random anchors",
+        "blocks where training sees them, not where serving stands",
+        lambda one: _number(one.random_anchor_tau),
+    ),
+    ("random anchors less the walk", "what that choice of blocks is worth", lambda one: _difference(one)),
+    ("rounds", "drafts with their verifications", lambda one: str(one.rounds)),
+    ("cut rounds", "their bonus lies beyond the end of the completion", lambda one: str(one.cut_rounds)),
+    ("tokens", "walked, those of the prefills included", lambda one: str(one.tokens)),
+)
 
 
 def _speedup(one: Speedup | None) -> str:

@@ -120,7 +120,7 @@ def test_a_report_that_is_not_valid_says_so_and_gives_no_number(report):
 
 def test_the_markdown_tables_are_whole(report):
     text = to_markdown(with_reference(report))
-    assert "| τ pooled (Σ advance / rounds, bonus included) | 2.333 | 1.000 |" in text
+    assert "| τ pooled | 2.333 | 1.000 | Σ advance / rounds over all prompts; the bonus token counts |" in text
     assert "| fc-shape | pass | 96 | 96 | fits |" in text
     assert "| a\\|b\\nc | 7 | 2 | 3.000 |" in text
     for block in text.split("\n\n"):
