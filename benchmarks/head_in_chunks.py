@@ -11,7 +11,7 @@ memory and after a first run of 8 tokens:
 - *ranks*: the same greedy tokens and ranks a block of the vocabulary at a time, as for a head in host memory.
 - *unchunked*: what transformers does for the first of these, all logits at once.
 
-The issue's limit for the first three is 600 MB.
+The limit for the first three is 600 MB.
 """
 
 import argparse

@@ -10,7 +10,7 @@ For each, two fresh processes on the CPU in float32 run the same texts in the sa
 - *streamed*: :class:`dflash.offload.StreamedTaps` on the files.
 
 Counted is the rise of the resident set over what the process had after its imports and a first tiny run of the same
-kind, so neither the interpreter nor torch's own start is in it. The issue's limit for the ratio is 1.3.
+kind, so neither the interpreter nor torch's own start is in it. The limit for the ratio is 1.3.
 """
 
 import argparse
