@@ -10,17 +10,18 @@
 
 ``<target>`` is a digest of weights, tokenizer, kernel and dtype, ``<text>`` of that and the token ids. A file appears
 under its name complete or not at all, so any number of processes may share a directory; of two that write the same
-entry the later wins, and both wrote the same.
+entry the later adds to what the earlier one wrote.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import re
 import tempfile
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -116,14 +117,18 @@ class Cache:
     def put(self, ids: Sequence[int], text: CachedText) -> None:
         """Keep ``text`` beside what is already held of it."""
         path = self._entry(ids)
-        held = self.layers(ids)
-        before = self.get(ids, [layer for layer in held if isinstance(layer, int)]) if held else CachedText({}, None)
-        shortfall = text.shortfall if text.shortfall is not None else before.shortfall
-        tensors = {f"tap.{layer}": tap.contiguous() for layer, tap in ({**before.taps, **text.taps}).items()}
-        if shortfall is not None:
-            tensors[_SHORTFALL] = shortfall.contiguous()
-        sums = {f"crc32.{name}": str(_crc32(tensor)) for name, tensor in tensors.items()}
-        _write(path, save(tensors, metadata={"version": str(VERSION), "key": path.stem, **sums}))
+        with _locked(path.parent):
+            self._held.pop(path, None)  # another process may have added to it since
+            held = self.layers(ids)
+            before = (
+                self.get(ids, [layer for layer in held if isinstance(layer, int)]) if held else CachedText({}, None)
+            )
+            shortfall = text.shortfall if text.shortfall is not None else before.shortfall
+            tensors = {f"tap.{layer}": tap.contiguous() for layer, tap in ({**before.taps, **text.taps}).items()}
+            if shortfall is not None:
+                tensors[_SHORTFALL] = shortfall.contiguous()
+            sums = {f"crc32.{name}": str(_crc32(tensor)) for name, tensor in tensors.items()}
+            _write(path, save(tensors, metadata={"version": str(VERSION), "key": path.stem, **sums}))
         self._held[path] = _held(tensors)
 
     def facts(self) -> str | None:
@@ -221,6 +226,23 @@ def _version(marker: Path) -> Any:
         return json.loads(marker.read_bytes())["version"]
     except (ValueError, KeyError, TypeError, RecursionError):
         return "unknown"
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """``folder``, made if need be, is no other process's to write in meanwhile."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise CacheError(f"cache {folder} could not be made ({error.strerror}); free space or leave it out") from None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    except OSError as error:
+        raise CacheError(f"cache {folder} cannot be locked ({error.strerror}); choose another") from None
+    finally:
+        os.close(descriptor)
 
 
 def _write(path: Path, content: bytes) -> None:

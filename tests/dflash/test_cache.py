@@ -67,6 +67,33 @@ def test_further_layers_join_those_that_are_there(cache):
     assert len(list(cache.directory.rglob("*.safetensors"))) == 1
 
 
+def test_of_two_processes_that_add_layers_to_one_text_neither_loses_the_others(cache):
+    other = Cache.open(cache.directory, KEY)
+    cache.put(IDS, text(1))
+    assert other.layers(IDS) == {1, "shortfall"}
+    cache.put(IDS, text(3))
+    other.put(IDS, text(5))
+    assert cache.get(IDS, [1, 3, 5]).taps.keys() == {1, 3, 5}
+
+
+def test_layers_that_many_processes_add_at_once_are_all_there(cache):
+    context = multiprocessing.get_context("fork")
+    writers = [
+        context.Process(target=cache.put, args=([IDS[0], turn], text_of_two(layer)))
+        for turn in range(8)
+        for layer in range(4)
+    ]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join()
+    assert all(Cache.open(cache.directory, KEY).layers([IDS[0], turn]) == {0, 1, 2, 3} for turn in range(8))
+
+
+def text_of_two(layer: int) -> CachedText:
+    return CachedText({layer: torch.zeros(2, 4)}, None)
+
+
 def test_a_cache_of_another_version_is_refused_and_says_what_to_remove(cache, monkeypatch):
     monkeypatch.setattr(module, "VERSION", module.VERSION + 1)
     with pytest.raises(CacheError, match=r"cache .*/cache is of version 1, this program reads 2; remove the directory"):
