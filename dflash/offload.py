@@ -39,7 +39,7 @@ from dflash.hidden_states import (
 from dflash.kernels import Kernel, kernel_for
 from dflash.memory import MemoryShortageError, free_bytes, show_bytes
 from dflash.shards import Reader, Shards
-from dflash.target import end_tokens, require_layers
+from dflash.target import end_tokens, require_layers, require_rows
 
 _SPEED_BYTES = 1 << 28
 _DELTA_RULE_COPIES = 16
@@ -106,6 +106,9 @@ class StreamedTaps:
         caller = _Caller(self.shards.skeleton(), self.device)
         with self.shards.reader() as reader:
             states = [_embedded(reader, self.shards, [ids[place] for place in group], self.dtype) for group in groups]
+            for embedded, group in zip(states, groups, strict=True):
+                if not bool(embedded.isfinite().all()):
+                    raise HiddenStateError(not_finite(path, group[0], 0, self.shards.embedding_name))
             for layer, block in self._blocks(reader, caller, last):
                 columns = [place for place, asked in enumerate(layer_ids) if asked == layer]
                 for batch, group in enumerate(groups):
@@ -280,6 +283,7 @@ def _read_speed(shards: Shards) -> float:
 def _embedded(reader: Reader, shards: Shards, texts: Sequence[Sequence[int]], dtype: torch.dtype) -> Tensor:
     """Embeddings [B, S, H] on the CPU of texts padded with token 0, each row read once."""
     ids = padded(texts)
+    require_rows(ids, shards.config.vocab_size, path=str(shards.directory))
     tokens, place = torch.unique(ids, return_inverse=True)
     rows = torch.empty(len(tokens), shards.config.hidden_size, dtype=dtype)
     for row, token in enumerate(tokens.tolist()):

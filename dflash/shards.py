@@ -79,6 +79,12 @@ class Shards:
             for stored, record in _header(file).items():
                 name = "model." + stored.removeprefix(_TEXT_MODEL) if stored.startswith(_TEXT_MODEL) else stored
                 if not any(pattern.search(name) for pattern in ignored):
+                    if name in tensors:
+                        first = tensors[name]
+                        raise TargetLoadError(
+                            f"target {directory} has {name} twice, as {first.stored} in {first.file.name} and {stored} "
+                            f"in {file.name}; keep the right one"
+                        )
                     tensors[name] = StoredTensor(file, stored, record.shape, record.dtype, record.record.start)
         shards = cls(directory, config, tensors)
         shards._require_exact(model_class)

@@ -155,6 +155,7 @@ class Target:
         no state before the padding can depend on it, and no mask is needed. Logits exist for a few positions and tokens
         at a time.
         """
+        require_rows(ids, self.vocab_size, path=self.path)
         ids = ids.to(self.device)
         width = self.hidden_size
         taps = torch.empty(*ids.shape, len(layer_ids) * width, dtype=self.dtype, device=self.device)
@@ -275,6 +276,16 @@ def require_layers(layer_ids: Sequence[int], num_layers: int, *, path: str) -> N
             raise TargetMismatchError(
                 f"tap {layer} is not a layer before the last of {path}, whose layers are 0..{num_layers - 1}"
             )
+
+
+def require_rows(ids: Tensor, rows: int, *, path: str) -> None:
+    """:class:`TargetMismatchError` for a token among ``ids`` that the embedding of ``rows`` rows has none for."""
+    strange = ids[(ids < 0) | (ids >= rows)]
+    if len(strange):
+        raise TargetMismatchError(
+            f"token {int(strange[0])} is in a text, and the target {path} has {rows} rows; is the tokenizer another "
+            f"model's?"
+        )
 
 
 def end_tokens(config: PreTrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:

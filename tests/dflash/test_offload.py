@@ -205,6 +205,44 @@ def test_nan_in_a_weight_names_layer_and_weight(tmp_path):
         StreamedTaps.open(directory).tap(token_rows([9]), (1, 5))
 
 
+def test_nan_in_the_embedding_names_the_embedding(tmp_path):
+    """Also where only the padding of a batch reads the row."""
+    directory, _ = saved(dense, tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][0] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(HiddenStateError, match=r"its weight model\.embed_tokens\.weight holds NaN"):
+        StreamedTaps.open(directory).tap([[1, 2, 3], [4]], (1, 5))
+
+
+def test_a_token_without_a_row_is_refused_and_no_other_bytes_are_taken_for_it(tmp_path):
+    directory, _ = saved(dense, tmp_path)
+    for source in (StreamedTaps.open(directory), LoadedTaps(Target.load(directory))):
+        for token in (-1, 97):
+            with pytest.raises(
+                TargetMismatchError, match=rf"token {token} is in a text, and the target .* has 97 rows"
+            ):
+                source.tap([[1, token, 3]], (1,))
+
+
+def test_a_weight_under_two_names_or_in_two_files_is_named(tmp_path):
+    directory, _ = saved(hybrid, tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    name, nested = "model.layers.2.mlp.up_proj.weight", "model.language_model.layers.2.mlp.up_proj.weight"
+    save_file(weights | {nested: 2 * weights[name]}, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(TargetLoadError, match=rf"has {name} twice, as model\.la.* in model\.safetensors and"):
+        StreamedTaps.open(directory)
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    shard(directory)
+    save_file({name: 2 * weights[name]}, directory / "more.safetensors", metadata={"format": "pt"})
+    index = directory / "model.safetensors.index.json"
+    content = json.loads(index.read_text())
+    content["weight_map"]["more"] = "more.safetensors"
+    index.write_text(json.dumps(content))
+    with pytest.raises(TargetLoadError, match=rf"has {name} twice, as {name} in .*more\.safetensors"):
+        StreamedTaps.open(directory)
+
+
 def test_wrong_layers_lengths_and_kernels_are_refused_before_anything_is_read(tmp_path, monkeypatch):
     directory, _ = saved(dense, tmp_path)
     monkeypatch.setattr(offload.Reader, "rows", None)
