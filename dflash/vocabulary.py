@@ -23,7 +23,7 @@ SPARE = 2
 
 
 class VocabularyError(DFlashError):
-    """A token whose embedding was not read, or weights that fit nowhere."""
+    """A token whose embedding was not read, or weights that fit nowhere or are not finite."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +66,9 @@ class SlicedVocabulary:
             _read_rows(reader, shards.embedding_name, wanted, rows)
             home = _home(size, device, source=str(directory))
             head = reader.tensor(shards.head_name, dtype=dtype, device=home)
+        for name, weight in ((shards.embedding_name, rows), (shards.head_name, head)):
+            if not all(bool(block.isfinite().all()) for _, block in blocks_of(weight)()):
+                raise VocabularyError(f"target {directory}: {name} holds NaN or infinity; copy the target again")
         return cls(device, head, rows.to(device), place.to(device))
 
     @property

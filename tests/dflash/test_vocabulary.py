@@ -55,6 +55,16 @@ def test_the_embedding_of_a_token_that_was_not_opened_is_an_error(tmp_path):
         SlicedVocabulary.open(directory, [3, 97])
 
 
+@pytest.mark.parametrize("name", ["lm_head.weight", "model.embed_tokens.weight"])
+def test_nan_in_what_is_borrowed_is_an_error_and_no_token(tmp_path, name):
+    directory, _ = saved(dense, tmp_path)
+    weights = load_file(directory / "model.safetensors")
+    weights[name][3, 4] = torch.nan
+    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(VocabularyError, match=rf"{name} holds NaN or infinity; copy the target again"):
+        SlicedVocabulary.open(directory, [3, 4])
+
+
 def test_a_head_without_room_on_the_device_stays_in_host_memory(monkeypatch):
     size = 1000
     free = {"cuda": 2 * size, "cpu": size}
