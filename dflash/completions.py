@@ -12,12 +12,13 @@ token at the seam. The end token shows in no text and is left out, so is a chara
 """
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from dflash.completion_store import Completion, CompletionStore
-from dflash.http_client import AbortedError, Http, ServerError, StatusError, each
+from dflash.http_client import AbortedError, Http, LostError, ServerError, StatusError, each
 
 __all__ = [
     "Asker",
@@ -39,8 +40,12 @@ CONCURRENCY = 8
 """Prompts a server is asked at once."""
 NO_PENALTIES = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 """Sent along, for what a request leaves open both servers take from the model's generation config or their own."""
+AWAY = (502, 503, 504)
+"""What stands in for a server that is being started again."""
 REFUSED = (400, 422)
 """What servers answer to a request whose form they do not take."""
+_TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
+_HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a character that JSON writes as two escapes
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class Asker:
         self._takes_text = tokenizer is not None
         self._way: _Way | None = None
         self._finding = asyncio.Lock()
+        self._was_away = False
 
     async def ask(self, prompt: Sequence[int]) -> tuple[Completion, Any]:
         """The completion of ``prompt`` and the whole answer it came in. Raises :class:`ServerError`."""
@@ -194,9 +200,28 @@ class Asker:
             f"--server out and the target writes the completions"
         )
 
+    async def _require_same_model(self) -> None:
+        """A server that was away may have been started with another model, and SGLang's answers do not name theirs."""
+        before = self._server
+        now = await _identify(self._http, before.url, before.model)
+        if now != before:
+            raise ServerError(
+                f"server {before.url}: serves {now.root or now.model} now, and {before.root or before.model} before it "
+                f"was away; start it with the same model"
+            )
+        self._was_away = False
+
     async def _try(self, way: "_Way", prompt: Sequence[int]) -> tuple[Completion | None, Any]:
         async def once() -> Any:
-            reply = await self._http.post(way.path, way.body(prompt))
+            try:
+                reply = await self._http.post(way.path, way.body(prompt))
+            except ServerError as error:
+                self._was_away |= isinstance(error, LostError) or (
+                    isinstance(error, StatusError) and error.status in AWAY
+                )
+                raise
+            if self._was_away:
+                await self._require_same_model()
             ended = at(reply, "meta_info", "finish_reason", "type") or at(reply, "choices", 0, "finish_reason")
             if ended in ("abort", "error"):
                 raise AbortedError(f"server {self._server.url}: gave up on a completion (finish reason {ended!r})")
@@ -331,14 +356,14 @@ def _numbered(tokens: Any) -> list[int] | None:
     """The ids of ``["token_id:5", …]``."""
     if not isinstance(tokens, list):
         return None
-    numbers = [str(token).removeprefix("token_id:") for token in tokens]
-    return [int(number) for number in numbers] if all(number.isdecimal() for number in numbers) else None
+    numbers = [_TOKEN_ID.fullmatch(str(token)) for token in tokens]
+    return [int(number[1]) for number in numbers if number] if all(numbers) else None
 
 
 def _from_text(prompt: Sequence[int], text: Any, tokenizer: Any) -> Completion | None:
     if not isinstance(text, str):
         return None
-    text = text.rstrip("\ufffd")
+    text = _HALF_PAIR.sub("\ufffd", text).rstrip("\ufffd")
     together: list[int] = list(tokenizer(_decode(prompt, tokenizer) + text)["input_ids"])
     if together[: len(prompt)] == list(prompt):
         return Completion(together[len(prompt) :], retokenized=True)
@@ -377,13 +402,17 @@ def at(answer: Any, *path: str | int) -> Any:
 
 async def _connect(base: str, model: str | None) -> Server:
     async with Http(base, timeout=PROBE_TIMEOUT) as http:
-        for path in ("/model_info", "/get_model_info"):  # SGLang's name since 2026, and before
-            served = at(await _page(http, path), "model_path")
-            if isinstance(served, str):
-                if model is not None and model not in (served, served.rstrip("/").rpartition("/")[2]):
-                    raise ServerError(f"server {base}: serves {served}, not {model}")
-                return Server(base, "sglang", served)
-        listed = at(await _page(http, "/v1/models"), "data")
+        return await _identify(http, base, model)
+
+
+async def _identify(http: Http, base: str, model: str | None) -> Server:
+    for path in ("/model_info", "/get_model_info"):  # SGLang's name since 2026, and before
+        served = at(await _page(http, path), "model_path")
+        if isinstance(served, str):
+            if model is not None and model not in (served, served.rstrip("/").rpartition("/")[2]):
+                raise ServerError(f"server {base}: serves {served}, not {model}")
+            return Server(base, "sglang", served)
+    listed = at(await _page(http, "/v1/models"), "data")
     cards = [card for card in listed if isinstance(at(card, "id"), str)] if isinstance(listed, list) else []
     if not cards:
         raise ServerError(f"server {base}: answers neither /model_info (SGLang) nor /v1/models (OpenAI-compatible)")
@@ -401,7 +430,7 @@ def _choose(base: str, cards: list[dict[str, Any]], model: str | None) -> dict[s
                 return card
         raise ServerError(f"server {base}: serves {names}, not {model}")
     whole = [card for card in cards if not card.get("parent")]
-    if len({card.get("root") or card["id"] for card in whole}) != 1:
+    if len({str(card.get("root") or card["id"]) for card in whole}) != 1:
         raise ServerError(f"server {base}: serves several models ({names}); start one that serves the target only")
     return whole[0]
 

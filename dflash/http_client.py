@@ -138,14 +138,19 @@ class Http:
             raise LostError(f"server {url}: no answer ({reason}); is the server running there?") from None
         except httpx.HTTPError as error:
             raise ServerError(f"server {url}: the answer cannot be read ({error})") from None
+        except ExceptionGroup as error:  # a port that no machine has, out of asyncio's name look-up
+            raise ServerError(
+                f"server {url}: cannot be asked ({error.exceptions[0]}); expected http://host:port"
+            ) from None
+        text = reply.content.decode(errors="replace")  # JSON is UTF-8 whatever the header says
         if not reply.is_success:
-            said = " ".join(reply.text[:300].split())
+            said = " ".join(text[:300].split())
             raise StatusError(
                 f"server {url}: answered {reply.status_code} {reply.reason_phrase}: {said}",
                 reply.status_code,
                 _seconds(reply.headers.get("Retry-After")),
             )
-        return reply.text
+        return text
 
     def _parse(self, path: str, text: str) -> Any:
         try:
@@ -213,7 +218,7 @@ def _seconds(retry_after: str | None) -> float | None:
         pass
     try:
         when = parsedate_to_datetime(retry_after)
-    except ValueError:
+    except (ValueError, OverflowError):
         return None
     when = when if when.tzinfo else when.replace(tzinfo=UTC)
     return max(0.0, (when - datetime.now(UTC)).total_seconds())

@@ -7,6 +7,7 @@ import threading
 import time
 from pathlib import Path
 
+import httpx
 import pytest
 
 from dflash import completions, http_client
@@ -19,6 +20,7 @@ from dflash.completions import (
     connect,
     until_end,
 )
+from dflash.http_client import Http
 from tests.dflash.servers import (
     HANG_UP,
     CutChunks,
@@ -381,6 +383,32 @@ def test_a_server_that_is_started_again_within_the_limit_is_survived(serve, monk
     assert "trying again for up to 300 s" in caplog.text
 
 
+@pytest.mark.parametrize("kind", ["sglang", "vllm"])
+@pytest.mark.parametrize("answer", [HANG_UP, (503, b"starting")], ids=["lost", "503"])
+def test_a_server_that_comes_back_with_another_model_is_an_error(serve, quick, kind, answer, tmp_path):
+    """SGLang's answers do not name the model, and vLLM can serve another one under the same name."""
+    other = {"model_path": "/models/other", "is_generation": True}
+    card = {"object": "list", "data": [vllm_card("served", root="/models/other")]}
+    routes = sglang() if kind == "sglang" else vllm()
+    page, path = ("/model_info", "/generate") if kind == "sglang" else ("/v1/models", "/v1/completions")
+    known, written = routes[page], routes[path]
+    turns = iter([written, written, answer])
+
+    def write(body):
+        turn = next(turns, written)
+        if turn is not answer:
+            return turn(body)
+        server_routes[page] = lambda body: (200, other if kind == "sglang" else card)
+        return answer
+
+    server_routes = routes | {page: known, path: write}
+    server = serve(server_routes)
+    store = CompletionStore.open(tmp_path / "c.jsonl", {})
+    with pytest.raises(ServerError, match=r"/models/other.*; 2 of 5 prompts were done"):
+        ask(server, [[place] for place in range(1, 6)], concurrency=1, store=store)
+    assert len(store) == 2
+
+
 # --- trouble that stays
 
 
@@ -470,6 +498,59 @@ def test_an_answer_of_another_form_is_named(serve, answer):
 def test_an_answer_that_is_not_json_is_named(serve):
     with pytest.raises(ServerError, match="the answer is not JSON"):
         ask(serve(sglang(generate=lambda body: (200, b'{"output_ids": [1'))), [[1]])
+
+
+@pytest.mark.parametrize("charset", ["hex", "rot13", "utf-16", "idna"])
+def test_json_is_utf_8_whatever_the_header_says(charset):
+    """httpx would hand the bytes to the named codec, and these raise what nobody expects of an answer."""
+    typed = {"Content-Type": f"application/json; charset={charset}"}
+    client = Http("http://127.0.0.1", timeout=1)
+    for status in (200, 400):
+        client._client = httpx.AsyncClient(
+            transport=httpx.MockTransport(
+                lambda request, status=status: httpx.Response(status, headers=typed, content=b'{"a": "\xc3\xa9"}')
+            )
+        )
+        if status == 200:
+            assert asyncio.run(client.get("/x")) == {"a": "é"}
+        else:
+            with pytest.raises(ServerError, match=r'answered 400 Bad Request: \{"a": "é"\}'):
+                asyncio.run(client.get("/x"))
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [["token_id:" + "9" * 5000], ["token_id:\u0661"], ["token_id:-1"], ["1", "2"]],
+    ids=["long", "arabic", "negative", "text"],
+)
+def test_what_only_looks_like_token_ids_is_not_taken_for_them(serve, tokens):
+    """Digits alone are the text of tokens, from a server that does not know ``return_tokens_as_token_ids``."""
+    choice = {"index": 0, "text": "12", "logprobs": {"tokens": tokens}, "finish_reason": "length"}
+    with pytest.raises(ServerError, match=r"no token ids in choices\[0\].logprobs.tokens"):
+        ask(serve(vllm(lambda body: (200, {"choices": [choice]}))), [[1]])
+
+
+def test_half_of_a_surrogate_pair_is_half_a_character(serve, tokenizer):
+    prompt = tokenizer("def ")["input_ids"]
+    answers = {"": "abc", "\ud83d": "abc\ud83d"}
+    written = [
+        ask(
+            serve(sglang(generate=lambda body, text=text: (200, {"text": text, "meta_info": {}}))),
+            [prompt],
+            tokenizer=tokenizer,
+        )
+        for text in answers.values()
+    ]
+    assert written[0] == written[1]
+
+
+def test_a_port_that_no_machine_has_is_named():
+    with pytest.raises(ServerError, match=r"cannot be asked .*expected http://host:port"):
+        connect("http://127.0.0.1:99999")
+
+
+def test_a_retry_after_that_no_calendar_has_is_ignored():
+    assert http_client._seconds("Fri, 31 Dec 2026 23:59:59 +99999999999999999999") is None
 
 
 def test_an_answer_that_changes_its_form_in_the_middle_is_named(serve):
