@@ -29,7 +29,7 @@ def read_assistant(raw: Mapping[str, Any], *, source: str, given: Mapping[str, A
         )
     taken = {name: value for name, value in raw.items() if name not in ("sliding_window", "is_causal")}
     return DrafterConfig.from_dict(
-        taken | sizes | {"sliding_window": window + 1 if isinstance(window, int) else window, "is_causal": False},
+        taken | sizes | {"sliding_window": window + 1 if type(window) is int else window, "is_causal": False},
         source=f"{source} (as z-lab's: sliding_window and 1 more)",
     )
 

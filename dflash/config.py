@@ -322,6 +322,11 @@ def _layer_types(raw: Mapping[str, Any], nested: Mapping[str, Any], source: str)
         stated = ["full_attention"] * layers if isinstance(layers, int) else []
     if not isinstance(stated, list):
         raise ConfigError(f"{source}: layer_types is {stated!r}, expected a list with one entry a layer")
+    if raw.get("use_sliding_window") is False and "sliding_attention" in stated:
+        raise ConfigError(
+            f"{source}: use_sliding_window is false but layer_types has sliding_attention, and loaders that go by the "
+            f"one see another window than those that go by the other; correct the wrong one"
+        )
     if nested.get("use_swa") and "sliding_attention" not in stated:
         return ("sliding_attention",) * len(stated)
     return tuple(stated)

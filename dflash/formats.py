@@ -93,7 +93,10 @@ def _read_torchspec(raw: Mapping[str, Any], source: str, fc_width: int | None) -
     for name in ("markov_rank", "enable_confidence_head"):
         if raw.get(name):
             raise ConfigError(f"{source}: {name} is {raw[name]!r}; a drafter with that head is not DFlash-1")
-    nested = dict(raw.get("dflash_config") or {})
+    section = raw.get("dflash_config") or {}
+    if not isinstance(section, Mapping):
+        raise ConfigError(f"{source}: dflash_config is {section!r}, expected an object")
+    nested = dict(section)
     completed: dict[str, Any] = dict(raw) | {"dflash_config": nested}
     if raw.get("target_num_hidden_layers") is not None:
         completed["num_target_layers"] = raw["target_num_hidden_layers"]

@@ -57,6 +57,11 @@ def read_speculators(
             f"layout does not say how many layers the target has: give --drafter-config FILE with num_target_layers, "
             f"or --reference DIR"
         )
+    for name, value in (("block_size", raw.get("block_size")), ("num_target_layers", target_layers)):
+        if layer.get(name) not in (None, value):
+            raise ConfigError(
+                f"{source}: {name} is {value} but transformer_layer_config.{name} is {layer[name]}; keep the right one"
+            )
     causal, notes = _sliding_causal(raw, layer, source)
     sizes = {name: value for name, value in layer.items() if name not in ("is_causal", "dflash_config", "model_type")}
     config = DrafterConfig.from_dict(

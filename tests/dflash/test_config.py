@@ -157,6 +157,7 @@ def test_layers_are_full_where_the_config_does_not_speak_of_windows() -> None:
         ({"layer_types": ["full_attention"]}, "layer_types has 1 entries for num_hidden_layers 3"),
         ({"layer_types": ["full_attention", "full_attention", "linear_attention"]}, "layer_types.2 is 'linear"),
         ({"layer_types": None, "use_sliding_window": True}, "without layer_types"),
+        ({"use_sliding_window": False}, "use_sliding_window is false but layer_types has sliding_attention"),
         ({"block_size": 1}, "block_size is 1"),
         ({"hidden_size": "32"}, "hidden_size is '32'"),
         ({"num_hidden_layers": "3", "layer_types": None}, "num_hidden_layers is '3'"),

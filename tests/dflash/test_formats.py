@@ -132,6 +132,11 @@ def test_speculators_flag_speaks_of_sliding_layers_only(changes: dict[str, Any],
         ({"layer": {"is_causal": True}}, "transformer_layer_config.is_causal is True"),
         ({"layer": {"rope_parameters": {"rope_theta": 1e7, "partial_rotary_factor": 0.25}}}, "partial_rotary_factor"),
         ({"transformer_layer_config": [1]}, r"transformer_layer_config is [1]"),
+        ({"layer": {"block_size": 7}}, "but transformer_layer_config.block_size is 7; keep the right one"),
+        (
+            {"layer": {"num_target_layers": 9}},
+            "num_target_layers is 8 but transformer_layer_config.num_target_layers is 9",
+        ),
     ],
 )
 def test_what_a_speculators_config_means_otherwise_is_refused_by_name(changes: dict[str, Any], says: str) -> None:
@@ -169,6 +174,8 @@ def test_transformers_window_does_not_count_the_query() -> None:
     raw, _ = write_config("transformers", read(changed(is_causal=False)), dtype="bfloat16", verifier=None)
     assert raw["sliding_window"] == RAW["sliding_window"] - 1
     assert read_as("transformers", raw).config.sliding_window == RAW["sliding_window"]
+    with pytest.raises(ConfigError, match="sliding_window is True"):
+        read_as("transformers", raw | {"sliding_window": True})
 
 
 def test_torchspec_names_and_places() -> None:
@@ -182,6 +189,8 @@ def test_torchspec_names_and_places() -> None:
     assert our_name("torchspec", "embed_tokens.weight") is None
     with pytest.raises(ConfigError, match="markov_rank is 64"):
         read_config("torchspec", raw | {"markov_rank": 64}, source="config.json", given={})
+    with pytest.raises(ConfigError, match=r"config\.json: dflash_config is \[1\], expected an object"):
+        read_config("torchspec", raw | {"dflash_config": [1]}, source="config.json", given={})
 
 
 def test_a_z_lab_directory_keeps_tensors_of_any_name_for_the_check() -> None:
