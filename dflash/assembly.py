@@ -32,7 +32,7 @@ def make_report(
     """The report of a measurement; ``measured`` are its remaining fields. A check that failed makes it not valid."""
     failed = [check.name for check in found if check.status == "fail"]
     target = facts.model_dump(include={"path", "tensors", "kernel", "dtype", "fingerprint"})
-    config, device = inputs.checkpoint.config, request.torch_device()
+    config = inputs.checkpoint.config
     settings = Settings(
         mode=request.mode,
         temperature=request.temperature,
@@ -52,7 +52,7 @@ def make_report(
         retokenized=retokenized,
         completion_agreement=agreement,
         offload=request.offload,
-        device=torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        device=_device(request),
         seed=SEED,
     )
     return Report(
@@ -70,6 +70,13 @@ def make_report(
         timings=timings,
         **measured,
     )
+
+
+def _device(request: Request) -> str:
+    if request.mode == "served":
+        return "the server's"
+    device = request.torch_device()
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def _describe(checkpoint: DrafterCheckpoint) -> CheckpointInfo:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dflash import cli_compare, cli_doctor, cli_evaluate, cli_export
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, JsonOption, ReferenceOption, text
@@ -43,14 +43,14 @@ def inspect(
 
 
 def _show(found: "Inspection") -> None:
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     for name in ("path", "format", "step", "parameters", "config_source"):
         facts.add_row(name, text(getattr(found, name)))
     for name, value in (found.config | found.training).items():
         facts.add_row(name, text(value))
     facts.add_row("notes", "\n".join(map(text, found.notes)) or "none")
     facts.add_row("problems", "\n".join(map(text, found.problems)) or "none")
-    tensors = Table("tensor", "shape", "dtype", box=None, padding=(0, 2, 0, 0))
+    tensors = Table(Column("tensor", overflow="fold"), "shape", "dtype", box=None, padding=(0, 2, 0, 0))
     for tensor in found.tensors:
         tensors.add_row(text(tensor.name), "×".join(map(str, tensor.shape)), tensor.dtype)
     console = Console(highlight=False)

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, Dtype, JsonOption, ReferenceOption, text
+from dflash.errors import UsageError
 
 if TYPE_CHECKING:
     from dflash.export import Export
@@ -33,6 +34,8 @@ def export(
     as_json: JsonOption = False,
 ) -> None:
     """Write a checkpoint as a directory for vLLM and SGLang (zlab), speculators or transformers."""
+    if verifier is not None and format != ExportFormat.speculators:
+        raise UsageError(f"--verifier {verifier}: only --format speculators has a place for it")
     from dflash.checkpoints import read_checkpoint
     from dflash.export import export as write
 
@@ -45,7 +48,7 @@ def export(
 
 
 def _show(written: "Export") -> None:
-    facts = Table.grid(padding=(0, 2))
+    facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     facts.add_row("written", text(written.path))
     facts.add_row("format", f"{written.format}, from {written.source_format}")
     facts.add_row("dtype", written.dtype)

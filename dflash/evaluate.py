@@ -46,6 +46,10 @@ def evaluate(request: Request, phases: Phases) -> Report:
 
     The directory appears complete or not at all. A failed check is in the report, not an exception.
     """
+    if request.cache is not None and request.cache.resolve().is_relative_to(request.output.resolve()):
+        raise UsageError(
+            f"--cache {request.cache} lies in --output {request.output}, which comes last; put it elsewhere"
+        )
     with whole_directory(request.output) as directory:
         report, rounds = measure(request, phases)
         (directory / "report.json").write_text(report.to_json(), encoding="utf-8")
@@ -107,7 +111,7 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
         _require_fit(request, inputs, taps)
 
     with phases.phase("reference_completions", "reference completions") as progress:
-        written = reference_completions(request, inputs, server, taps, progress)
+        written = [] if request.temperature else reference_completions(request, inputs, server, taps, progress)
 
     with phases.phase("hidden_states", "target and hidden states") as progress:
         written = fitted(request, taps.facts, written)
@@ -231,7 +235,13 @@ def _require_fit(request: Request, inputs: Inputs, taps: CachedTaps) -> None:
     for drafter in inputs.drafters:
         facts.require_fit(drafter.config, source=str(drafter.path))
         require_mask_not_eos(drafter.config, facts.eos_token_ids, source=f"eos_token_id of the target {request.target}")
-    require_positions(inputs.prompts, facts.max_position_embeddings, path=facts.path, new_tokens=request.max_new_tokens)
+    require_positions(
+        inputs.prompts,
+        facts.max_position_embeddings,
+        path=facts.path,
+        new_tokens=request.max_new_tokens,
+        names=[f"prompt {id!r}" for id in inputs.ids],
+    )
 
 
 def _tap(

@@ -29,7 +29,14 @@ WORTH_A_PASS = 1 << 10
 PADDING = 1.25
 """The longest text of a pass over its shortest, at most, once the pass is worth it."""
 FINGERPRINT_BYTES = 1 << 16
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "generation_config.json",
+)
 
 Progress = Callable[[int, int], None]
 
@@ -191,7 +198,9 @@ class CachedTaps:
             facts = TargetFacts.model_validate_json(kept)
         except ValidationError as error:
             assert self.cache is not None
-            raise CacheError(f"cache {self.cache.home}: facts.json is damaged ({error.errors()[0]['msg']})") from None
+            raise CacheError(
+                f"cache {self.cache.home}/facts.json is damaged ({error.errors()[0]['msg']}); remove the file"
+            ) from None
         return facts.model_copy(update={"path": self.path or facts.path})
 
     def tap(
@@ -283,7 +292,7 @@ def fingerprint(directory: Path) -> str:
 
 
 def tokenizer_digest(directory: Path) -> str:
-    """sha256 over the tokenizer's files and the chat template of a target."""
+    """sha256 over the tokenizer's files of a target, the chat template, and the file that says what ends a text."""
     digest = hashlib.sha256()
     for name in TOKENIZER_FILES:
         if (directory / name).is_file():
@@ -318,16 +327,27 @@ def require_lengths(ids: Sequence[Sequence[int]], config: PreTrainedConfig, *, p
     require_positions(ids, getattr(config, "max_position_embeddings", None), path=path)
 
 
-def require_positions(ids: Sequence[Sequence[int]], positions: int | None, *, path: str, new_tokens: int = 0) -> None:
-    """:class:`TextLengthError` for an empty text, or one that with ``new_tokens`` more is longer than ``positions``."""
+def require_positions(
+    ids: Sequence[Sequence[int]],
+    positions: int | None,
+    *,
+    path: str,
+    new_tokens: int = 0,
+    names: Sequence[str] | None = None,
+) -> None:
+    """:class:`TextLengthError` for an empty text, or one that with ``new_tokens`` more is longer than ``positions``.
+
+    The error calls the texts by their ``names``, or else by their places.
+    """
     for place, text in enumerate(ids):
+        name = f"text {place}" if names is None else names[place]
         if not text:
-            raise TextLengthError(f"text {place} has no token; every text needs at least one")
+            raise TextLengthError(f"{name} has no token; every text needs at least one")
         if positions is not None and len(text) + new_tokens > positions:
             more = f" and {new_tokens} are to be written" if new_tokens else ""
             raise TextLengthError(
-                f"text {place} has {len(text)} tokens{more}, the target {path} has {positions} positions "
-                f"(max_position_embeddings); leave that text out or write fewer tokens"
+                f"{name} has {len(text)} tokens{more}, the target {path} has {positions} positions "
+                f"(max_position_embeddings); leave it out or write fewer tokens"
             )
 
 

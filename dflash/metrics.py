@@ -163,9 +163,14 @@ def interval(totals: Totals, *, seed: int) -> tuple[float, float] | None:
 
 
 def compare(ours: Totals, theirs: Totals, *, seed: int) -> Comparison:
-    """Pooled τ minus the other's over the same prompts; every bootstrap draw takes the same prompts for both."""
+    """Pooled τ minus the other's over the same prompts; every bootstrap draw takes the same prompts for both.
+
+    Raises :class:`NoRoundsError` where no prompt has a round in both.
+    """
     ours = {prompt: totals for prompt, totals in ours.items() if prompt in theirs}
     pairs = [(totals, theirs[prompt]) for prompt, totals in ours.items()]
+    if not pairs:
+        raise NoRoundsError("no prompt has a round with both drafters: there is nothing to compare; use other prompts")
     difference = _pooled([one for one, _ in pairs]) - _pooled([other for _, other in pairs])
     ci95 = None
     if len(pairs) >= 2:

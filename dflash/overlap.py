@@ -20,6 +20,8 @@ from dflash.errors import DFlashError
 from dflash.prompts import ChatPrompt, RawPrompt
 
 WORDS = 13
+_LOOKED_AT = 1 << 16
+"""Hashes of a file that are looked at to see whether it is sorted."""
 _WORD = re.compile(r"\w+")
 _TEXT_FIELDS = ("text", "prompt", "completion", "response", "content", "value")
 _LIST_FIELDS = ("messages", "conversations")
@@ -60,7 +62,7 @@ def write_grams(path: Path, texts: Iterable[str]) -> int:
 def training_texts(path: Path) -> Iterator[str]:
     """The texts of a file of JSON lines, turn by turn. Raises :class:`TrainingDataError` that names the line."""
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open(encoding="utf-8-sig") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield from _texts_in(_object(line, f"{path}:{number}"), f"{path}:{number}")
@@ -70,7 +72,12 @@ def training_texts(path: Path) -> Iterator[str]:
 
 def _seen(wanted: NDArray[np.uint64], training: Path) -> NDArray[np.uint64]:
     if training.suffix != ".npy":
-        found = {gram for text in training_texts(training) for gram in grams(text)} & set(wanted.tolist())
+        asked, found, blank = set(wanted.tolist()), set[int](), True
+        for text in training_texts(training):
+            found |= asked.intersection(grams(text))
+            blank = blank and not text.strip()
+        if blank:
+            raise TrainingDataError(f"{training}: has no text, so nothing could be found in it; was it cut off?")
         return np.array(sorted(found), dtype=np.uint64)
     try:
         hashes = np.load(training, mmap_mode="r", allow_pickle=False)
@@ -78,6 +85,9 @@ def _seen(wanted: NDArray[np.uint64], training: Path) -> NDArray[np.uint64]:
         raise TrainingDataError(f"{training}: cannot be read ({error}); write it again with write_grams") from None
     if hashes.dtype != np.uint64 or hashes.ndim != 1 or not len(hashes):
         raise TrainingDataError(f"{training}: holds {hashes.dtype} {list(hashes.shape)}, expected sorted uint64 hashes")
+    some = hashes[:: len(hashes) // _LOOKED_AT + 1]
+    if bool((some[1:] <= some[:-1]).any()):
+        raise TrainingDataError(f"{training}: its hashes are not sorted; write it again with write_grams")
     places = np.searchsorted(hashes, wanted).clip(max=len(hashes) - 1)
     known: NDArray[np.uint64] = wanted[hashes[places] == wanted]
     return known
@@ -100,10 +110,16 @@ def _object(line: str, place: str) -> dict[str, Any]:
 
 
 def _texts_in(raw: dict[str, Any], place: str) -> list[str]:
-    turns = [turn for field in _LIST_FIELDS for turn in raw.get(field) or () if isinstance(turn, dict)]
-    texts = [entry[field] for entry in (raw, *turns) for field in _TEXT_FIELDS if isinstance(entry.get(field), str)]
+    turns = [turn for field in _LIST_FIELDS for turn in _objects(raw.get(field))]
+    # a turn's content may be a list of parts
+    entries = (raw, *turns, *(part for turn in turns for part in _objects(turn.get("content"))))
+    texts = [entry[field] for entry in entries for field in _TEXT_FIELDS if isinstance(entry.get(field), str)]
     if not texts:
         raise TrainingDataError(
             f"{place}: has none of {', '.join((*_TEXT_FIELDS[:3], *_LIST_FIELDS))}; expected training texts"
         )
     return texts
+
+
+def _objects(value: Any) -> list[dict[str, Any]]:
+    return [one for one in value if isinstance(one, dict)] if isinstance(value, list) else []

@@ -47,15 +47,14 @@ def reference_completions(
 def fitted(request: Request, facts: TargetFacts, written: Sequence[Completion]) -> list[Completion]:
     """The completions up to the target's own end token.
 
-    Raises :class:`TargetMismatchError` where a server wrote a token that the target has no row for.
+    Raises :class:`TargetMismatchError` where they hold a token that the target has no row for.
     """
     rows = facts.vocab_size
     strange = next((token for one in written for token in one.ids if not 0 <= token < rows), None)
     if strange is not None:
-        raise TargetMismatchError(
-            f"server {request.server} wrote token {strange}, the target {request.target} has {rows} rows; "
-            f"does it serve this model?"
-        )
+        found = f"server {request.server} wrote token {strange}" if request.server else f"the cache has token {strange}"
+        todo = "does it serve this model?" if request.server else "it is damaged, give another --cache"
+        raise TargetMismatchError(f"{found}, the target {request.target} has {rows} rows; {todo}")
     end = frozenset() if request.ignore_eos else frozenset(facts.eos_token_ids)
     return [replace(one, ids=completions.until_end(one.ids, end)) for one in written]
 

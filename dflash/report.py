@@ -3,9 +3,9 @@
 import json
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import DFlashError
 
@@ -156,7 +156,7 @@ class Comparison(_Record):
     difference: float
     ci95: tuple[float, float] | None
     prompts: int
-    verdict: Verdict
+    verdict: Verdict | None = Field(default=None, description="null in reports from before there were any")
 
 
 class PromptResult(_Record):
@@ -164,10 +164,16 @@ class PromptResult(_Record):
 
     id: str
     text: str
-    tokens: int
-    rounds: int
-    tau: float | None
+    tokens: int = Field(ge=0)
+    rounds: int = Field(ge=0)
+    tau: float | None = Field(ge=0, allow_inf_nan=False)
     token_ids: list[int]
+
+    @model_validator(mode="after")
+    def _tau_is_of_rounds(self) -> Self:
+        if (self.tau is None) != (self.rounds == 0):
+            raise ValueError("tau is null where there is no round, and only there")
+        return self
 
 
 class Check(_Record):
@@ -222,7 +228,7 @@ class Report(_Record):
 def read_report(path: Path) -> Report:
     """Read ``report.json``. Raises :class:`ReportError`."""
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(path.read_bytes(), parse_constant=_no_number)
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror}); expected a report.json") from None
     except (ValueError, RecursionError) as error:
@@ -236,6 +242,10 @@ def read_report(path: Path) -> Report:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"])
         raise ReportError(f"{path}: {place}: {first['msg']}; the file is not a report this version wrote") from None
+
+
+def _no_number(constant: str) -> None:
+    raise ValueError(f"{constant} is no number of JSON")
 
 
 def _with_interval(value: float, interval: tuple[float, float] | None, sign: str = "") -> str:

@@ -14,6 +14,8 @@ from dflash.prompts import ChatPrompt, PromptSet, RawPrompt, read_prompts, token
 from dflash.target import load_tokenizer
 
 Mode = Literal["replay", "decode", "served"]
+COLDEST, HOTTEST = 1e-3, 1e3
+"""Temperatures outside make of every logit infinity or the same number."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,16 @@ class Request:
                 "--mode served measures the drafter that the server runs, with its own target; leave out --reference, "
                 "--offload, --cache and --max-blocks"
             )
+        if self.mode == "served" and (self.dtype != "auto" or self.kernel != "auto"):
+            raise UsageError("--mode served runs no model here, so --dtype and --kernel are the server's to choose")
+        if self.temperature and not COLDEST <= self.temperature <= HOTTEST:
+            raise UsageError(f"--temperature {self.temperature}: expected 0 (greedy), or {COLDEST:g} to {HOTTEST:g}")
         if self.temperature and self.mode != "decode":
             raise UsageError(f"--temperature {self.temperature} needs --mode decode: a replay is of greedy completions")
+        if self.temperature and self.server is not None:
+            raise UsageError("--server writes greedy completions, and with --temperature there is no use for any")
+        if self.sampler != "rejection" and not self.temperature:
+            raise UsageError(f"--sampler {self.sampler} needs --temperature: without one decoding is greedy")
 
     def torch_device(self) -> torch.device:
         """Raises :class:`UsageError` for one that torch does not see."""

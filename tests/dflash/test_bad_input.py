@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -280,6 +281,37 @@ def test_a_server_with_another_vocabulary(refused, monkeypatch):
     monkeypatch.setattr(completions, "connect", lambda url: Server(url, "sglang"))
     monkeypatch.setattr(completions, "complete", lambda server, prompts, **settings: [Completion([64])] * len(prompts))
     assert "http://server wrote token 64, the target" in refused("--server", "http://server")
+
+
+def test_a_prompt_that_leaves_no_room(refused, tmp_path):
+    lines = [{"id": "short", "prompt": "w1"}, {"id": "long", "prompt": "w1 " * 509}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    said = refused(prompts=tmp_path / "prompts.jsonl")
+    assert said.startswith("prompt 'long' has 509 tokens and 4 are to be written, the target")
+
+
+def test_a_cache_inside_the_report(refused, tmp_path):
+    said = refused("--cache", tmp_path / "reports" / "report" / "cache", code=2)
+    assert said.startswith(f"--cache {tmp_path}/reports/report/cache lies in --output ")
+
+
+@pytest.mark.parametrize(
+    ("name", "find", "put", "says"),
+    [
+        ("*.jsonl", r'"ids":\[\d+', '"ids":[99', "the cache has token 99, the target"),
+        ("facts.json", r'"tensors"', '"x"', "/facts.json is damaged (Field required); remove the file"),
+    ],
+)
+def test_entries_of_a_cache_that_another_hand_changed(run_dflash, refused, files, tmp_path, name, find, put, says):
+    done = run_dflash(
+        *("evaluate", "--target", files / "target", "--checkpoint", files / "drafter", "--device", "cpu"),
+        *("--prompts", files / "prompts.jsonl", "--output", tmp_path / "first", "--max-new-tokens", 4),
+        *("--cache", tmp_path / "cache"),
+    )
+    assert done.returncode == 0, done.err
+    [path] = (tmp_path / "cache").rglob(name)
+    path.write_text(re.sub(find, put, path.read_text()))
+    assert says in refused("--cache", tmp_path / "cache")
 
 
 def test_completions_of_one_token(refused, files, tmp_path):

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from dflash.manifest import file_sha256
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
 
@@ -114,3 +115,21 @@ def test_inspect_lists_what_is_wrong_and_exits_with_1(run_dflash, files, tmp_pat
 def test_help_imports_no_torch():
     code = "import sys; import dflash.cli, dflash.report; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_an_export_shows_the_whole_digest_and_path(run_dflash, files, tmp_path):
+    output = tmp_path / ("long" * 20) / "drafter"
+    done = run_dflash("export", files / "drafter", "--format", "zlab", "--output", output)
+    assert done.returncode == 0, done.err
+    shown = "".join(done.out.split())
+    assert str(output) in shown
+    assert file_sha256(output / "model.safetensors") in shown
+    assert str(output) in "".join(run_dflash("inspect", output).out.split())
+
+
+def test_a_verifier_that_the_layout_has_no_place_for_is_wrong_usage(run_dflash, files, tmp_path):
+    done = run_dflash(
+        *("export", files / "drafter", "--format", "zlab", "--output", tmp_path / "x", "--verifier", "target")
+    )
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "--verifier target: only --format speculators" in done.err

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from dflash.compare import NotComparableError, compare_reports
-from dflash.metrics import by_prompt, judge, summarize
+from dflash.metrics import NoRoundsError, by_prompt, judge, summarize
 from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
 
 
@@ -120,6 +120,50 @@ def test_what_may_differ_is_said():
     notes = compare_reports(report_of(1), other).notes
     assert "kernel: torch and fla" in notes
     assert any("64 of 64 prompts have different completions" in note for note in notes)
+
+
+def test_reports_without_a_prompt_in_common_are_refused():
+    none = [one.model_copy(update={"tau": None, "rounds": 0}) for one in report_of(1).prompts]
+    with pytest.raises(NoRoundsError, match="nothing to compare"):
+        compare_reports(report_of(1), report_of(1).model_copy(update={"prompts": none}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"tau": float("nan")}, "is not JSON (NaN is no number"),
+        ({"tau": float("inf")}, "is not JSON (Infinity is no number"),
+        ({"tau": "1e999"}, "prompts.0.tau: Input should be a finite number"),
+        ({"tau": -1.0}, "prompts.0.tau: Input should be greater than or equal to 0"),
+        ({"rounds": -1}, "prompts.0.rounds: Input should be greater than or equal to 0"),
+        ({"rounds": 0}, "prompts.0: Value error, tau is null where there is no round, and only there"),
+        ({"tau": None}, "prompts.0: Value error, tau is null where there is no round, and only there"),
+    ],
+)
+def test_a_report_with_figures_that_cannot_be_is_refused(run_dflash, tmp_path, change, says):
+    (tmp_path / "whole").write_text(report_of(1).to_json())
+    raw = json.loads(report_of(1).to_json())
+    raw["prompts"][0] |= change
+    (tmp_path / "damaged").write_text(json.dumps(raw).replace('"1e999"', "1e999"))
+    done = run_dflash("compare", tmp_path / "damaged", tmp_path / "whole")
+    assert (done.returncode, done.out) == (1, "")
+    assert says in done.err
+
+
+def test_a_report_from_before_there_were_verdicts_is_still_read(run_dflash, tmp_path):
+    report = report_of(1)
+    raw = json.loads(report.to_json())
+    del raw["metrics"]["speedup"]
+    raw |= {"reference_metrics": raw["metrics"], "comparison": {"difference": 0.5, "ci95": None, "prompts": 64}}
+    for name in ("temperature", "sampler", "served_model", "retokenized", "offload"):
+        del raw["settings"][name]
+    for name in ("served", "left_out"):
+        del raw[name]
+    (tmp_path / "old").write_text(json.dumps(raw))
+    (tmp_path / "new").write_text(report.to_json())
+    done = run_dflash("compare", tmp_path / "old", tmp_path / "new")
+    assert done.returncode == 0, done.err
+    assert done.out.splitlines()[-1].startswith("no difference shown: ")
 
 
 def test_the_command_prints_the_verdict_and_as_json_the_whole_result(run_dflash, tmp_path):

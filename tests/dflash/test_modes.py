@@ -1,5 +1,8 @@
 """Whole evaluations that decode, that find their states in a cache, that stream layers, and that ask a server."""
 
+import json
+import shutil
+
 import pytest
 import torch
 
@@ -112,8 +115,41 @@ def test_options_that_exclude_each_other_are_wrong_usage(run, files, tmp_path):
         run(mode="served")
     with pytest.raises(UsageError, match="leave out --reference"):
         run(mode="served", server="http://server", reference=files / "other")
+    with pytest.raises(UsageError, match="runs no model here"):
+        run(mode="served", server="http://server", dtype="bfloat16")
     with pytest.raises(UsageError, match="needs --mode decode"):
         run(temperature=0.5)
+    with pytest.raises(UsageError, match="no use for any"):
+        run(mode="decode", temperature=0.5, server="http://server")
+    with pytest.raises(UsageError, match="--sampler target-match needs --temperature"):
+        run(mode="decode", sampler="target-match")
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-4, 1e4, float("inf"), float("nan"), -1.0])
+def test_a_temperature_that_leaves_no_distribution_is_wrong_usage(run, temperature):
+    with pytest.raises(UsageError, match=r"expected 0 \(greedy\), or 0.001 to 1000"):
+        run(mode="decode", temperature=temperature)
+
+
+def test_sampling_writes_no_greedy_completions_first(run, monkeypatch):
+    def none(*arguments, **settings):
+        raise AssertionError("greedy completions were written")
+
+    monkeypatch.setattr(Target, "generate_greedy", none)
+    assert run(mode="decode", temperature=1e-3).prompts
+    assert run(mode="decode", temperature=1e3, sampler="target-match").prompts
+
+
+def test_a_cache_knows_what_ended_its_completions(run, files, tmp_path):
+    shutil.copytree(files / "target", tmp_path / "target")
+    settings = {"target": tmp_path / "target", "ignore_eos": False}
+    before = run(cache=tmp_path / "cache", **settings)
+    ends = before.prompts[0].token_ids[5]
+    (tmp_path / "target" / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    after = run(cache=tmp_path / "cache", **settings)
+    assert after.prompts == run(**settings).prompts
+    assert after.prompts[0].token_ids[-1] == ends
+    assert after.prompts[0].tokens < before.prompts[0].tokens
 
 
 def test_prompts_of_the_training_data_are_named_and_in_no_figure(run, files, tmp_path):

@@ -56,6 +56,7 @@ def test_a_short_prompt_must_be_a_whole_text(tmp_path: Path) -> None:
         {"prompt": "x", "completion": around(WORDS)},
         {"messages": [{"role": "user", "content": around(WORDS)}]},
         {"conversations": [{"from": "human", "value": around(WORDS)}]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": around(WORDS)}]}]},
     ],
 )
 def test_every_usual_field_of_training_data_is_read(tmp_path: Path, line: dict[str, Any]) -> None:
@@ -85,6 +86,7 @@ def test_hashes_are_sorted_and_counted_once(tmp_path: Path) -> None:
         ("{", r"data\.jsonl:1: is not JSON"),
         ('["a"]', "is no JSON object"),
         ('{"id": 1}', "has none of text, prompt, completion, messages, conversations"),
+        ('{"messages": 5}', "has none of text, prompt, completion, messages, conversations"),
     ],
 )
 def test_a_line_without_a_text_is_named(tmp_path: Path, content: str, message: str) -> None:
@@ -100,3 +102,21 @@ def test_a_missing_or_foreign_file_is_named(tmp_path: Path) -> None:
     np.save(tmp_path / "other.npy", np.zeros(3))
     with pytest.raises(TrainingDataError, match="expected sorted uint64 hashes"):
         overlapping([PROMPT], tmp_path / "other.npy")
+
+
+@pytest.mark.parametrize("content", ["", "\n \n", '{"text": ""}\n'])
+def test_a_file_without_a_word_finds_nothing_because_there_is_nothing(tmp_path: Path, content: str) -> None:
+    (tmp_path / "data.jsonl").write_text(content)
+    with pytest.raises(TrainingDataError, match="has no text"):
+        overlapping([PROMPT], tmp_path / "data.jsonl")
+
+
+def test_hashes_out_of_order_are_refused(tmp_path: Path) -> None:
+    np.save(tmp_path / "data.npy", np.array(sorted(grams(PROMPT.prompt), reverse=True), dtype=np.uint64))
+    with pytest.raises(TrainingDataError, match="not sorted"):
+        overlapping([PROMPT], tmp_path / "data.npy")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    (tmp_path / "data.jsonl").write_text(json.dumps({"text": around(WORDS)}), encoding="utf-8-sig")
+    assert overlapping([PROMPT], tmp_path / "data.jsonl") == ["p"]
