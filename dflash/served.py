@@ -28,6 +28,9 @@ from dflash.vllm_counters import look, settled
 TRIES = 3
 """How often a prompt is measured whose counters show other traffic."""
 
+MOST_SLOTS = 1024
+"""More drafts in a round than this are no figure of a block's."""
+
 CORRECT_DRAFTS = ("spec_num_correct_drafts", "spec_accepted_drafts", "spec_accept_token_num")
 PROPOSED_DRAFTS = ("spec_num_proposed_drafts", "spec_proposed_drafts", "spec_draft_token_num")
 DRAFTS_HISTOGRAM = ("spec_correct_drafts_histogram", "spec_accept_histogram")
@@ -187,9 +190,9 @@ def _of_sglang(id: str, completion: Completion, reply: Any) -> ServedPrompt:
     tokens = _count(meta, ("completion_tokens",))
     tokens = len(completion.ids) if tokens is None else tokens
     rounds = _count(meta, ("spec_verify_ct",))
-    if rounds is None and tokens > 1:
+    if not rounds and tokens > 1:
         raise ServerError(
-            "the server does not speculate (no spec_verify_ct in meta_info of /generate); start SGLang with "
+            "the server does not speculate (no spec_verify_ct above 0 in meta_info of /generate); start SGLang with "
             "--speculative-algorithm DFLASH and the drafter as --speculative-draft-model-path"
         )
     rounds = rounds or 0
@@ -213,6 +216,13 @@ def _of_vllm(id: str, completion: Completion, reply: Any) -> ServedPrompt:
         raise ServerError(
             f"an answer has no {'.'.join(VLLM_STATISTICS)}, which others had; is one server behind the URL?"
         )
+    if isinstance(statistics, dict):
+        for name in ("num_spec_steps", "num_accepted_draft_tokens"):
+            if _count(statistics, (name,)) is None:
+                raise ServerError(
+                    f"{'.'.join(VLLM_STATISTICS)} of an answer has no number {name}, so its rounds cannot be read; "
+                    f"start vLLM without --per-request-spec-decode-metrics and they are read from its counters"
+                )
     rounds = _count(statistics, ("num_spec_steps",)) or 0
     accepted = _count(statistics, ("num_accepted_draft_tokens",)) or 0
     return _from_drafts(
@@ -270,18 +280,22 @@ async def _by_counters(
         tokens = _count(at(reply, "usage"), ("completion_tokens",))
         tokens = len(completion.ids) if tokens is None else tokens
         after = await settled(http, before, tokens)
-        slots = [after.by_position[slot] - before.by_position.get(slot, 0) for slot in sorted(after.by_position)]
-        drafts = after.drafts - before.drafts
+        # a server that was started again counts from zero, and less than nothing happened to no prompt
+        slots = [
+            max(0, after.by_position[slot] - before.by_position.get(slot, 0)) for slot in sorted(after.by_position)
+        ]
+        drafts = max(0, after.drafts - before.drafts)
         result = _from_drafts(
             id,
             completion,
             reply,
             drafts=drafts,
-            accepted=after.accepted - before.accepted,
-            drafted=after.drafted - before.drafted,
+            accepted=max(0, after.accepted - before.accepted),
+            drafted=max(0, after.drafted - before.drafted),
             by_accepted=[here - further for here, further in zip([drafts, *slots], [*slots, 0], strict=True)],
         )
-        alone = not before.busy and not after.busy and after.generated - before.generated == tokens and drafts >= 0
+        alone = not before.busy and not after.busy and after.generated - before.generated == tokens
+        alone &= after.drafts >= before.drafts
         if alone:
             break
     return result, alone
@@ -331,8 +345,10 @@ def _histogram(answer: Any, names: Sequence[str], rounds: int) -> list[int] | No
     """[B] rounds by accepted drafts, if it is one of all the rounds."""
     for name in names:
         value = at(answer, name)
-        if isinstance(value, list) and all(type(count) is int for count in value) and sum(value) == rounds:
-            return value
+        counts = isinstance(value, list) and all(type(count) is int and count >= 0 for count in value)
+        if counts and sum(value) == rounds:
+            histogram: list[int] = value
+            return histogram
     return None
 
 
@@ -345,7 +361,8 @@ def _sum_histograms(prompts: Sequence[ServedPrompt]) -> list[int]:
     if len(histograms) < len(prompts) or not any(map(sum, histograms)):
         return []
     drafted = [prompt.drafted // prompt.rounds for prompt in prompts if prompt.drafted is not None]
-    size = max([len(histogram) for histogram in histograms] + [slots + 1 for slots in drafted])
+    possible = [slots + 1 for slots in drafted if slots < MOST_SLOTS]
+    size = max([len(histogram) for histogram in histograms] + possible)
     return [sum(histogram[place] for histogram in histograms if place < len(histogram)) for place in range(size)]
 
 

@@ -10,6 +10,15 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from dflash.http_client import Http, ServerError
 
+READ = (
+    "vllm:spec_decode_num_drafts_total",
+    "vllm:spec_decode_num_draft_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_total",
+    "vllm:spec_decode_num_accepted_tokens_per_pos_total",
+    "vllm:generation_tokens_total",
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+)
 SETTLE = 5.0
 """Seconds within which a server's counters must show what it has just answered."""
 POLL = 0.05
@@ -35,6 +44,8 @@ class Counters:
         try:
             for family in text_string_to_metric_families(text):
                 for sample in family.samples:
+                    if sample.name not in READ:
+                        continue  # others may be NaN
                     sums[sample.name] = sums.get(sample.name, 0) + int(sample.value)
                     if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
                         slot = int(sample.labels["position"])

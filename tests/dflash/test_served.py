@@ -1,5 +1,7 @@
 """τ of servers whose rounds are known: three prompts with rounds of 3, 0, 2 / 3, 3 / 1 accepted drafts, block 4."""
 
+import itertools
+
 import pytest
 
 from dflash import vllm_counters
@@ -246,6 +248,54 @@ def test_an_answer_without_the_statistics_that_others_had_is_an_error(serve):
 
     with pytest.raises(ServerError, match=r"no metrics.speculative_decoding.*2 of 3 prompts were measured"):
         measure(serve(server.routes | {"/v1/completions": forgets}), concurrency=1)
+
+
+@pytest.mark.parametrize("name", ["num_spec_steps", "num_accepted_draft_tokens"])
+def test_statistics_under_another_name_are_an_error_and_not_a_tau_of_one(serve, name):
+    server = SpeculatingVllm(Rounds(ROUNDS), by_request=True)
+
+    def renamed(body):
+        status, answer = server.complete(body)
+        statistics = answer["metrics"]["speculative_decoding"]
+        statistics[f"{name}_total"] = statistics.pop(name)
+        return status, answer
+
+    with pytest.raises(ServerError, match=rf"has no number {name}, so its rounds cannot be read"):
+        measure(serve(server.routes | {"/v1/completions": renamed}))
+
+
+def test_an_sglang_that_verified_nothing_of_a_long_answer_does_not_speculate(serve):
+    meta = {"completion_tokens": 5, "spec_verify_ct": 0}
+    answer = {"text": "…", "output_ids": [7] * 5, "meta_info": meta}
+    with pytest.raises(ServerError, match="does not speculate"):
+        measure(serve(sglang(generate=lambda body: (200, answer))))
+
+
+@pytest.mark.parametrize(
+    "said", [{"spec_accept_histogram": [5, -4]}, {"spec_accept_histogram": [0, 1], "spec_draft_token_num": 10**12}]
+)
+def test_a_histogram_that_no_block_can_have_costs_neither_memory_nor_positions(serve, said):
+    meta = {"completion_tokens": 3, "spec_verify_ct": 1} | said
+    answer = {"text": "…", "output_ids": [7] * 3, "meta_info": meta}
+    metrics = served_metrics(measure(serve(sglang(generate=lambda body: (200, answer)))), ci95=None)
+    assert (metrics.tau.pooled, metrics.histogram) == (2.0, [0, 3] if len(said) == 2 else [])
+
+
+def test_counters_that_start_again_every_time_fail_the_check_without_a_negative_figure(serve, soon):
+    high, low = SpeculatingVllm(Rounds(ROUNDS)), SpeculatingVllm(Rounds(ROUNDS))
+    for _ in range(5):
+        high.complete({"prompt": [2], "max_tokens": 64})
+    looks = itertools.cycle([high, low])
+    served = measure(serve(low.routes | {"/metrics": lambda body: (200, next(looks).metrics().encode())}))
+    assert served.alone.status == "fail"
+    assert all(
+        min(prompt.raw[0], prompt.accepted, prompt.drafted, *prompt.by_accepted) >= 0 for prompt in served.prompts
+    )
+
+
+def test_counters_of_other_things_may_be_nan():
+    text = SpeculatingVllm(Rounds(ROUNDS)).metrics() + "# TYPE vllm:cache_hit_rate gauge\nvllm:cache_hit_rate NaN\n"
+    assert Counters.parse("http://x", text).drafts == 0
 
 
 def test_the_counters_of_all_engines_are_added_up():
