@@ -1,5 +1,6 @@
 """A directory that appears whole or not at all. Imports no torch."""
 
+import errno
 import os
 import shutil
 import tempfile
@@ -37,6 +38,8 @@ def whole_directory(output: Path) -> Iterator[Path]:
         partial.rename(final)
         _to_disk(final.parent)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and partial is not None:
+            raise OutputError(f"--output {output} was filled by somebody else meanwhile; choose another") from None
         raise OutputError(
             f"--output {output} could not be written ({error.strerror or error}); nothing was left there"
         ) from None

@@ -94,7 +94,11 @@ def _figures(report: Report) -> str:
         values = [_number(one.streak.get(width)) for one in columns]
         what = f"leading slots whose right token is among the {width} best: an oracle, not to be compared with τ"
         rows.append(
-            [f"top-{width} streak", *values, "leading right drafts of a block, no bonus" if width == "1" else what]
+            [
+                f"top-{width} streak",
+                *values,
+                "leading slots whose right token is the drafter's best, no bonus" if width == "1" else what,
+            ]
         )
     if any(one.speedup for one in columns):
         what = "τ · step / (draft + verify), times measured here, one text at a time"

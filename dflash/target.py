@@ -1,5 +1,6 @@
 """The target: loaded as its causal-LM class with every weight accounted for, tapped by hooks, decoded greedily."""
 
+import json
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -292,7 +293,13 @@ def end_tokens(config: PreTrainedConfig, generation: GenerationConfig | None) ->
     """What ends a completion: the generation config's word, else the model config's; may be empty."""
     ids = generation.eos_token_id if generation is not None else None
     ids = config.eos_token_id if ids is None else ids
-    return frozenset([ids] if isinstance(ids, int) else ids or ())
+    every = [ids] if isinstance(ids, int) else ids or []
+    if not isinstance(every, list) or not all(isinstance(token, int) for token in every):
+        raise TargetLoadError(
+            f"target {config.name_or_path} has eos_token_id {ids!r}, expected a token id or a list of them; correct "
+            f"generation_config.json or config.json"
+        )
+    return frozenset(every)
 
 
 def text_config(path: str) -> PreTrainedConfig:
@@ -307,6 +314,7 @@ def text_config(path: str) -> PreTrainedConfig:
         raise TargetLoadError(
             f"target {path} has model_type {config.model_type}, expected one of {', '.join(sorted(CAUSAL_LM))}"
         )
+    _require_json(Path(path) / "generation_config.json", path)
     text: PreTrainedConfig = config.get_text_config()
     for quantized in (getattr(config, "quantization_config", None), getattr(text, "quantization_config", None)):
         if quantized is not None:
@@ -318,6 +326,16 @@ def text_config(path: str) -> PreTrainedConfig:
     if config.tie_word_embeddings:
         text.tie_word_embeddings = True
     return text
+
+
+def _require_json(file: Path, path: str) -> None:
+    """transformers leaves a file that it cannot read out without a word, and with it what ends a text."""
+    try:
+        said = json.loads(file.read_bytes()) if file.is_file() else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise TargetLoadError(f"target {path} has a {file.name} that cannot be read: {_first_line(error)}") from None
+    if not isinstance(said, dict):
+        raise TargetLoadError(f"target {path} has a {file.name} that is no JSON object; copy it again or remove it")
 
 
 def _load_exactly(path: str, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -215,6 +215,22 @@ def test_an_output_in_use_is_refused_before_anything_runs(request_of, tmp_path):
     assert (tmp_path / "report" / "kept").read_text() == "mine"
 
 
+def test_an_output_that_somebody_else_filled_meanwhile_is_theirs(request_of, tmp_path, monkeypatch):
+    measure = evaluate.measure
+
+    def slowly(*arguments):
+        measured = measure(*arguments)
+        (tmp_path / "report").mkdir()
+        (tmp_path / "report" / "kept").write_text("theirs")
+        return measured
+
+    monkeypatch.setattr(evaluate, "measure", slowly)
+    with pytest.raises(OutputError, match="was filled by somebody else meanwhile"):
+        run(request_of(num_prompts=1))
+    assert [path.name for path in tmp_path.iterdir()] == ["report"]
+    assert (tmp_path / "report" / "kept").read_text() == "theirs"
+
+
 def test_an_output_may_be_a_link_or_the_current_directory(request_of, tmp_path, monkeypatch):
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     run(request_of(output=tmp_path / "link", num_prompts=1))
