@@ -239,7 +239,9 @@ def weight_files(path: Path, format: Format) -> tuple[Path, ...]:
         raise DamagedError(f"{index} is no index of safetensors shards; copy it again") from None
     if not shards or len(shards) != len(names):
         raise DamagedError(f"{index} names no file beside it; copy it again")
-    if lost := [shard.name for shard in shards if not shard.is_file()]:
+    with reading(index):  # a name can be longer than the file system takes
+        lost = [shard.name for shard in shards if not shard.is_file()]
+    if lost:
         raise DamagedError(f"{index} lists {lost[0]}, which is not there; copy the whole directory")
     return shards
 
@@ -297,7 +299,11 @@ def read_safetensors_file(path: Path) -> TensorFile:
             }
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise DamagedError(f"{path}: the safetensors header is malformed; copy the file again") from None
-    end = max((tensor.record.start + tensor.record.length for tensor in tensors.values()), default=8 + length)
+    end = 8 + length
+    for record in sorted((tensor.record for tensor in tensors.values()), key=lambda one: (one.start, one.length)):
+        if record.start != end:
+            raise DamagedError(f"{path}: tensor {record.name} does not begin where the one before ends; copy it again")
+        end += record.length
     if end != identity.size:
         raise DamagedError(f"{path} has {identity.size} bytes, its header describes {end}: it is cut short or damaged")
     return TensorFile(path, identity, tensors, {name: tensor.record for name, tensor in tensors.items()})

@@ -206,9 +206,9 @@ def _files(directory: Path) -> list[Path]:
         return files
     try:
         names = {str(name) for name in json.loads(index.read_bytes())["weight_map"].values()}
+        absent = sorted(name for name in names if not (directory / name).is_file() or Path(name).name != name)
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         raise TargetLoadError(f"target {index} is not an index of weight files; copy it again") from None
-    absent = sorted(name for name in names if not (directory / name).is_file() or Path(name).name != name)
     if absent:
         raise TargetLoadError(f"target {index} names {absent[0]}, which is not in {directory}; complete the directory")
     return sorted(directory / name for name in names)

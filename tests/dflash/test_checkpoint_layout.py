@@ -219,6 +219,18 @@ def test_damaged_safetensors_are_named(tmp_path: Path, damage: Callable[[bytes],
         read_safetensors_file(path)
 
 
+@pytest.mark.parametrize("places", [((0, 8), (0, 8)), ((0, 8), (4, 12)), ((0, 8), (12, 20)), ((4, 12), (12, 20))])
+def test_tensors_of_a_safetensors_file_lie_one_behind_the_other(tmp_path: Path, places: tuple[tuple[int, int]]) -> None:
+    header = {
+        name: {"dtype": "F32", "shape": [2], "data_offsets": place} for name, place in zip("ab", places, strict=True)
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(max(end for _, end in places)))
+    with pytest.raises(DamagedError, match=r"tensor [ab] does not begin where the one before ends"):
+        read_safetensors_file(path)
+
+
 def a_directory(path: Path, config: dict[str, Any], *files: str) -> Path:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
@@ -259,6 +271,14 @@ def test_a_directory_that_is_no_checkpoint_is_said_with_what_it_holds(tmp_path: 
     (pickled / "pytorch_model.bin").touch()
     with pytest.raises(NotACheckpointError, match=r"no \*.safetensors file.*it holds config.json, pytorch_model.bin"):
         sniff(pickled)
+
+
+def test_a_shard_with_a_name_that_no_file_has_is_an_error_that_names_the_index(tmp_path: Path) -> None:
+    path = a_directory(tmp_path / "a", {}, "model-1.safetensors")
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "x" * 300}}))
+    with pytest.raises(CheckpointError, match=rf"{index} cannot be read \(File name too long\)"):
+        weight_files(path, "zlab")
 
 
 def test_shards_are_those_the_index_names(tmp_path: Path) -> None:

@@ -324,6 +324,14 @@ def test_a_step_that_is_not_what_its_manifest_says_is_named(
     assert str(path) in str(caught.value)
 
 
+def test_a_manifest_with_a_name_that_no_file_has_is_an_error(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "step_7", random_weights())
+    files = json.loads((path / "manifest.json").read_text())["files"]
+    edit(path / "manifest.json", files=files | {"x" * 300: {"size": 1, "sha256": "0" * 64}})
+    with pytest.raises(CheckpointError, match=r"cannot be read \(File name too long\)"):
+        read_checkpoint(path)
+
+
 def flip_digit(config: Path) -> None:
     """Another block size in as many bytes."""
     config.write_text(config.read_text().replace('"block_size": 8', '"block_size": 7'))

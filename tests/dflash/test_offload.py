@@ -239,6 +239,10 @@ def test_a_weight_under_two_names_or_in_two_files_is_named(tmp_path):
     content = json.loads(index.read_text())
     content["weight_map"]["more"] = "more.safetensors"
     index.write_text(json.dumps(content))
+    index.write_text(json.dumps({"weight_map": {"more": "x" * 300}}))
+    with pytest.raises(TargetLoadError, match="is not an index of weight files"):
+        StreamedTaps.open(directory)
+    index.write_text(json.dumps(content))
     with pytest.raises(TargetLoadError, match=rf"has {name} twice, as {name} in .*more\.safetensors"):
         StreamedTaps.open(directory)
 
