@@ -69,7 +69,8 @@ def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
 class Measured:
     """One drafter's rounds, the texts they went over with its own taps, and the replay over those.
 
-    ``shortfalls`` are those of the texts' hidden states; ``lossless`` the number of prompts and the check.
+    ``shortfalls`` are those of the texts' hidden states; ``lossless`` the number of prompts and the check. ``sampled``:
+    the rounds are of drawn drafts, so what the replay finds with the likeliest ones is no figure beside theirs.
     """
 
     texts: list[Text]
@@ -78,6 +79,7 @@ class Measured:
     shortfalls: list[torch.Tensor] | None
     lossless: tuple[int, Check] | None = None
     times: Times | None = None
+    sampled: bool = False
 
     def agreement(self) -> float | None:
         """Share of the completion tokens that are the target's argmax in its teacher-forced pass."""
@@ -94,8 +96,8 @@ class Measured:
             seconds = (self.times.draft, self.times.verify, self.times.step)
         return summarize(
             self.rounds,
-            self.replay.random,
-            self.replay.trees,
+            [] if self.sampled else self.replay.random,
+            {} if self.sampled else self.replay.trees,
             seed=SEED,
             lossless_prompts=self.lossless[0] if self.lossless else None,
             times=seconds,
@@ -321,7 +323,8 @@ def _decode(
         )
         equal = (result.prompts, result.check)
     walked = _walk(request, drafter, target, decoding.texts, lambda done, total: None)
-    return Measured(decoding.texts, decoding.rounds, walked, None, equal, decoding.times)
+    sampled = bool(request.temperature) and request.sampler == "rejection"
+    return Measured(decoding.texts, decoding.rounds, walked, None, equal, decoding.times, sampled)
 
 
 def _walk(

@@ -230,7 +230,8 @@ def histogram(rounds: Sequence[Round]) -> list[int]:
 def streak(one: Round, width: int) -> int:
     """Leading slots whose right token is among the drafter's ``width`` best: drafts only, no bonus, 0…B-1.
 
-    It ends at the end of the completion. Width 1 is ``accepted``; wider ones are an oracle, never compared with τ.
+    It ends at the end of the completion. Width 1 is ``accepted`` unless the drafts were drawn, which need not be the
+    drafter's best; wider ones are an oracle, never compared with τ.
     """
     length = 0
     for rank in one.rank_of_right:
@@ -241,7 +242,7 @@ def streak(one: Round, width: int) -> int:
 
 
 def mean_streak(rounds: Sequence[Round], width: int) -> float:
-    """Mean top-``width`` streak over all rounds. For width 1: τ = streak + 1 - cut rounds / rounds."""
+    """Mean top-``width`` streak over all rounds. For width 1 of greedy drafts: τ = streak + 1 - cut / rounds."""
     return sum(streak(one, width) for one in rounds) / len(rounds)
 
 

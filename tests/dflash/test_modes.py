@@ -140,6 +140,14 @@ def test_sampling_writes_no_greedy_completions_first(run, monkeypatch):
     assert run(mode="decode", temperature=1e3, sampler="target-match").prompts
 
 
+def test_what_the_likeliest_drafts_would_do_is_no_figure_beside_drawn_ones(run):
+    drawn = run(mode="decode", temperature=1.5).metrics
+    assert (drawn.random_anchor_tau, drawn.ddtree) == (None, None)
+    likeliest = run(mode="decode", temperature=1.5, sampler="target-match").metrics
+    assert likeliest.random_anchor_tau is not None
+    assert likeliest.ddtree is not None
+
+
 def test_a_cache_knows_what_ended_its_completions(run, files, tmp_path):
     shutil.copytree(files / "target", tmp_path / "target")
     settings = {"target": tmp_path / "target", "ignore_eos": False}
