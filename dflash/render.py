@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 
 from dflash.errors import one_line
-from dflash.report import Metrics, Report, Speedup
+from dflash.report import Comparison, Metrics, Report, Speedup
 
 
 def to_markdown(report: Report) -> str:
@@ -27,7 +27,7 @@ def _facts(report: Report) -> str:
         f"- checkpoint `{checkpoint.path}` ({checkpoint.format}, step {_or_dash(checkpoint.step)}), "
         f"sha256 `{checkpoint.sha256}`, config from {checkpoint.config_source}",
         f"- target `{target.path}` ({target.class_name}, {target.tensors} tensors, kernel {target.kernel}, "
-        f"{target.dtype}, {settings.device})",
+        f"{target.dtype}, {settings.device}{', layers streamed from its files' if settings.offload else ''})",
     ]
     if report.reference is not None:
         lines.append(f"- reference `{report.reference.path}`, sha256 `{report.reference.sha256}`")
@@ -44,7 +44,8 @@ def _facts(report: Report) -> str:
         )
     lines += [
         f"- {settings.num_prompts} prompts of `{settings.prompts}`, {_completions(report)}, at "
-        f"most {settings.max_new_tokens} tokens{', end of sequence ignored' if settings.ignore_eos else ''}",
+        f"most {settings.max_new_tokens} tokens{', end of sequence ignored' if settings.ignore_eos else ''}"
+        f"{'' if settings.max_blocks is None else f', only the first {settings.max_blocks} rounds of each'}",
         f"- {_MODES[settings.mode]}, block {settings.block_size}, "
         f"taps {', '.join(map(str, settings.target_layer_ids))}, "
         f"thinking {'not asked' if settings.thinking is None else 'on' if settings.thinking else 'off'}",
@@ -103,7 +104,16 @@ def _figures(report: Report) -> str:
     if any(one.speedup for one in columns):
         what = "τ · step / (draft + verify), times measured here, one text at a time"
         rows.append(["expected speed-up", *(_speedup(one.speedup) for one in columns), what])
-    return "## Figures\n\n" + _table([*names, "what it is"], rows)
+    return "## Figures\n\n" + _table([*names, "what it is"], rows) + _comparison(report.comparison)
+
+
+def _comparison(one: Comparison | None) -> str:
+    if one is None:
+        return ""
+    return (
+        f"\n\nτ pooled less the reference's: {one.difference:+.3f}, 95 % interval {_interval(one.ci95)} by a bootstrap "
+        f"over {one.prompts} prompts, the same for both: {one.verdict or 'no verdict'}."
+    )
 
 
 _FIGURES: tuple[tuple[str, str, Callable[[Metrics], str]], ...] = (

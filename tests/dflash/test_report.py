@@ -118,6 +118,19 @@ def test_a_report_that_is_not_valid_says_so_and_gives_no_number(report):
     assert to_markdown(invalid).startswith("# not valid: fc-shape, tap-source\n")
 
 
+def test_the_markdown_says_what_the_headline_leaves_out(report):
+    plain = to_markdown(report)
+    for words in ("less the reference's", "only the first", "streamed"):
+        assert words not in plain
+    settings = report.settings.model_copy(update={"max_blocks": 2, "offload": True})
+    text = to_markdown(with_reference(report).model_copy(update={"settings": settings}))
+    said = "τ pooled less the reference's: +1.333, 95 % interval 0.000 … 2.000 by a bootstrap over 2 prompts, the same"
+    assert said in text
+    assert " for both: too few prompts." in text
+    assert "at most 96 tokens, only the first 2 rounds of each" in text
+    assert "float32, cpu, layers streamed from its files)" in text
+
+
 def test_the_markdown_tables_are_whole(report):
     text = to_markdown(with_reference(report))
     assert "| τ pooled | 2.333 | 1.000 | Σ advance / rounds over all prompts; the bonus token counts |" in text
