@@ -50,12 +50,11 @@ _MUST_AGREE: tuple[tuple[str, Callable[[Report], Any]], ...] = (
     ("modes", lambda report: report.settings.mode),
     ("targets", lambda report: report.target.fingerprint),
     ("block sizes", lambda report: report.settings.block_size),
-    ("samplers", lambda report: (report.settings.sampler, report.settings.temperature)),
+    ("samplers", lambda report: f"{report.settings.sampler} at temperature {report.settings.temperature:g}"),
     ("thinking modes", lambda report: report.settings.thinking),
-    (
-        "completion lengths",
-        lambda report: (report.settings.max_new_tokens, report.settings.ignore_eos, report.settings.max_blocks),
-    ),
+    ("completion lengths", lambda report: report.settings.max_new_tokens),
+    ("ends of a completion (--ignore-eos)", lambda report: report.settings.ignore_eos),
+    ("limits of rounds (--max-blocks)", lambda report: report.settings.max_blocks),
 )
 _SHOULD_AGREE: tuple[tuple[str, Callable[[Report], Any]], ...] = (
     ("kernel", lambda report: report.target.kernel),
