@@ -181,9 +181,10 @@ class StreamedTaps:
             )
         needed = layer + max(lengths) * working
         if needed > free_device:
+            instead = "measure shorter completions" if self.device.type == "cpu" else "use --device cpu"
             raise MemoryShortageError(
                 f"one layer ({show_bytes(layer)}) and one text of {max(lengths)} tokens need {show_bytes(needed)} on "
-                f"{self.device}, {show_bytes(max(0, free_device))} are free; free some or use --device cpu"
+                f"{self.device}, {show_bytes(max(0, free_device))} are free; free some or {instead}"
             )
         return min(PASS_TOKENS, int(free_device - layer) // working)
 
