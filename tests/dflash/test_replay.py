@@ -1,5 +1,7 @@
 """The batched walk against a plain loop over the naive forward, on a random drafter."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -113,10 +115,11 @@ def test_the_batched_walk_is_the_plain_loop(pair):
     assert any(one.cut for one in walked)
 
 
-def test_each_tree_walks_on_its_own_as_the_plain_loop(pair):
+@pytest.mark.parametrize("budgets", [(2, 8, 64), (2, 8, 32)], ids=["whole-vocabulary", "part-of-it"])
+def test_each_tree_walks_on_its_own_as_the_plain_loop(pair, budgets):
     texts = random_texts([(3, 40), (17, 25), (1, 2), (8, 1)])
     plant_right_drafts(pair, texts)
-    result = run(pair, texts, trees=(2, 8, 64))
+    result = run(pair, texts, trees=budgets)
     for nodes, walked in result.trees.items():
         expected = []
         for text in texts:
@@ -150,6 +153,40 @@ def test_what_a_text_drafts_does_not_depend_on_its_batch(pair):
     texts = random_texts([(3, 40), (17, 25), (30, 33)])
     plant_right_drafts(pair, texts)
     assert run(pair, texts).walk == [one for text in texts for one in run(pair, [text]).walk]
+
+
+def hidden_with_noise_from(pair, text, anchors, start, end=None):
+    """Hidden states of the text's blocks at ``anchors``, the states of positions ``start`` to ``end`` replaced."""
+    taps = text.taps.clone()
+    taps[start:end] = torch.randn(taps[start:end].shape, generator=torch.Generator().manual_seed(5))
+    [hidden] = Batch.of(*pair, [replace(text, taps=taps)]).hidden([anchors])
+    return hidden
+
+
+def test_of_blocks_side_by_side_each_sees_the_context_before_its_own_anchor_alone(pair):
+    """Not that of the other blocks of its row either, before or behind it in the row and in the text."""
+    [text] = random_texts([(3, 40)])
+    anchors = [20, 12, 13, 30]
+    [hidden] = Batch.of(*pair, [text]).hidden([anchors])
+    for place, anchor in enumerate(anchors):
+        assert torch.equal(hidden_with_noise_from(pair, text, anchors, anchor)[place], hidden[place])
+        assert not torch.equal(hidden_with_noise_from(pair, text, anchors, anchor - 1, anchor)[place], hidden[place])
+
+
+@pytest.mark.parametrize("behind", range(BLOCK))
+@pytest.mark.parametrize("anchors", [[20], [12, 20]])
+def test_a_mask_that_shows_a_state_behind_the_anchor_is_given_that_state(pair, anchors, behind, monkeypatch):
+    """Cutting the context to the blocks' reach must not make up for a wrong mask, or no check would find it."""
+    [text] = random_texts([(3, 40)])
+    masks = batch_module.layer_masks
+
+    def leaking(config, at, reach):
+        seen = torch.arange(reach + at.shape[1] * config.block_size) == at.max() + behind
+        return tuple(mask | seen for mask in masks(config, at, reach))
+
+    monkeypatch.setattr(batch_module, "layer_masks", leaking)
+    [hidden] = Batch.of(*pair, [text]).hidden([anchors])
+    assert not torch.equal(hidden_with_noise_from(pair, text, anchors, anchors[-1])[-1], hidden[-1])
 
 
 def test_a_random_drafter_advances_by_about_one(pair):
@@ -210,6 +247,13 @@ def test_a_drafter_that_is_not_finite_is_named_with_prompt_and_place(pair):
     texts[1].taps[2] = float("nan")
     with pytest.raises(DraftError, match=r"prompt p1: .* position 17 is not finite"):
         run(pair, texts)
+
+
+def test_a_drafter_of_which_one_number_is_not_finite_is_named_too(pair):
+    with torch.no_grad():
+        pair[0].norm.weight[3] = float("nan")
+    with pytest.raises(DraftError, match=r"prompt p0: .* position 3 is not finite"):
+        run(pair, random_texts([(3, 40)]))
 
 
 def test_progress_counts_completion_tokens_to_the_end(pair):
