@@ -187,18 +187,20 @@ def _measure_served(request: Request, phases: Phases) -> tuple[Report, list[Roun
         for one, prompt in zip(result.prompts, inputs.prompts, strict=True)
     ]
     totals = served.served_rounds(result)
+    metrics = served.served_metrics(result, ci95=interval(totals, seed=SEED))
     report = make_report(
         request,
         inputs,
         facts,
         [
             result.alone,
+            *_served_block(metrics, inputs.checkpoint.config.block_size),
             checks.fc_shape(inputs.checkpoint),
             checks.taps_as_reference(inputs.checkpoint.config, None),
             checks.prompt_overlap(inputs.left_out, len(inputs.prompts)),
         ],
         phases.timings,
-        metrics=served.served_metrics(result, ci95=interval(totals, seed=SEED)),
+        metrics=metrics,
         served=Served(
             kind="sglang" if server.kind == "sglang" else "vllm", tau_raw=result.tau_raw, settings=result.facts
         ),
@@ -375,6 +377,23 @@ def _remembered(found: list[Check], evidence: Evidence, taps: CachedTaps) -> lis
             check = cache.remembered(check.name, digest) or check
         known.append(check)
     return known
+
+
+def _served_block(metrics: Metrics, block_size: int) -> list[Check]:
+    """A warning when the server counts other slots than the checkpoint's block has; no word where it counts none."""
+    slots = len(metrics.accepted_by_position)
+    if slots in (0, block_size - 1):
+        return []
+    return [
+        Check(
+            name="served-block",
+            status="warn",
+            measured=slots + 1,
+            limit=block_size,
+            explanation=f"the server drafts {slots} tokens a round and the checkpoint's blocks have {block_size - 1}: "
+            f"look whether it runs this checkpoint, and with all of its block",
+        )
+    ]
 
 
 def _config_source(checkpoint: DrafterCheckpoint) -> list[Check]:

@@ -13,6 +13,7 @@ from dflash.progress import Phases
 from dflash.request import Request
 from dflash.target import Target
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
+from tests.dflash.servers import Rounds, servers, speculating_sglang
 
 
 @pytest.fixture(scope="module", params=["dense", "hybrid"])
@@ -158,6 +159,16 @@ def test_a_cache_knows_what_ended_its_completions(run, files, tmp_path):
     assert after.prompts == run(**settings).prompts
     assert after.prompts[0].token_ids[-1] == ends
     assert after.prompts[0].tokens < before.prompts[0].tokens
+
+
+@pytest.mark.parametrize(("block", "warned"), [(4, ["served-block"]), (6, [])])
+def test_a_server_with_another_block_than_the_checkpoint_is_a_warning(run, block, warned):
+    rounds = Rounds({2: [3, 0, 2], 9: [3, 3], 16: [1], 23: [0]}, block=block)
+    with servers() as start:
+        report = run(mode="served", server=start(speculating_sglang(rounds)).url)
+    assert report.metrics.rounds == 7
+    assert report.settings.device == "the server's"
+    assert [check.name for check in report.checks if check.status == "warn" and check.name != "served-alone"] == warned
 
 
 def test_prompts_of_the_training_data_are_named_and_in_no_figure(run, files, tmp_path):
