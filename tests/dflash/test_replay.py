@@ -242,6 +242,15 @@ def test_equal_logits_rank_by_id_so_that_rank_zero_is_the_draft(pair):
     assert drafts.ranks.tolist() == [[text.tokens[4 : 4 + BLOCK - 1]]]
 
 
+def test_log_probabilities_are_float32_whatever_the_head_gives():
+    vocabulary = RandomVocabulary()
+    vocabulary.head = vocabulary.head.bfloat16()
+    hidden = torch.randn(5, HIDDEN).bfloat16()
+    best = batch_module.best_tokens(vocabulary, hidden, torch.arange(5), keep=8)
+    expected = vocabulary.logits(hidden).float().log_softmax(-1).sort(dim=-1, descending=True).values[:, :8]
+    torch.testing.assert_close(best.log_probs, expected, atol=1e-5, rtol=0)
+
+
 def test_a_drafter_that_is_not_finite_is_named_with_prompt_and_place(pair):
     texts = random_texts([(3, 40), (17, 25)])
     texts[1].taps[2] = float("nan")
