@@ -18,6 +18,10 @@ LayerType = Literal["full_attention", "sliding_attention"]
 _ONLY_AS = {
     "hidden_act": ("silu",),
     "attention_bias": (False,),
+    "mlp_bias": (None, False),
+    "output_multiplier": (None, 1.0),
+    "final_logit_softcapping": (None,),
+    "embedding_multiplier": (None, 1.0),
     "rope_scaling": (None,),
     "partial_rotary_factor": (None, 1.0),
 }
