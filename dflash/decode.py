@@ -225,9 +225,14 @@ class Session:
 
     def _finite(self, logits: Tensor) -> Tensor:
         if not logits.isfinite().all():
+            weight = self._target.spoiled_weight()
+            why = (
+                f"its weight {weight} holds NaN or infinity"
+                if weight
+                else "its weights are finite: the dtype overflows"
+            )
             raise VerifyError(
-                f"prompt {self.id}: the target's logits behind position {len(self.tokens) - 1} are not finite; look "
-                f"for NaN in the target's weights or overflow in the dtype"
+                f"prompt {self.id}: the target's logits behind position {len(self.tokens) - 1} are not finite; {why}"
             )
         return logits
 

@@ -153,9 +153,7 @@ class LoadedTaps:
         layer = first_not_finite(text.taps, layer_ids)
         if layer is None and text.shortfall is not None and bool(text.shortfall.isfinite().all()):
             return
-        weights = self.target.model.state_dict()
-        spoiled = next((name for name, weight in weights.items() if not bool(weight.isfinite().all())), None)
-        raise HiddenStateError(not_finite(self.target.path, place, layer, spoiled))
+        raise HiddenStateError(not_finite(self.target.path, place, layer, self.target.spoiled_weight()))
 
 
 @dataclass

@@ -138,6 +138,11 @@ class Target:
             vocab_size=self.vocab_size,
         )
 
+    def spoiled_weight(self) -> str | None:
+        """The name of the first weight that holds NaN or infinity, None where all are finite."""
+        weights = self.model.state_dict().items()
+        return next((name for name, weight in weights if not bool(weight.isfinite().all())), None)
+
     def embed(self, ids: Tensor) -> Tensor:
         """Embeddings [..., H] of ``ids`` [...]."""
         embeddings: Tensor = self._embedding(ids)

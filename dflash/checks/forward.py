@@ -32,10 +32,11 @@ def context_strictly_before_anchor(
 ) -> Check:
     """Blocks of the walk do not move by one bit when the states at the anchor and behind it are replaced.
 
-    The replay itself drafts them (:class:`dflash.batch.Batch`), once with the texts' states and once with noise from
-    the anchor on. The gradient of a block's output with respect to the context there is exactly zero as well. And so
-    that the check can fail at all, replacing the state just before the anchor must move the blocks. Measured is the
-    largest change of a block's output relative to its size, or the gradient's share behind the anchor if that is more.
+    The replay itself drafts them (:class:`dflash.batch.Batch`), each between two later blocks of its text, once with
+    the texts' states and once with noise from the anchor on. The gradient of a block's output with respect to the
+    context there is exactly zero as well. And so that the check can fail at all, replacing the state just before the
+    anchor must move the blocks. Measured is the largest change of a block's output relative to its size, or the
+    gradient's share behind the anchor if that is more.
     """
     name, limit = "context-strictly-before-anchor", 0.0
     drawn = _drawn(rounds, PERTURBED_BLOCKS, seed)
@@ -43,15 +44,22 @@ def context_strictly_before_anchor(
         return skipped(name, limit, "no block was drafted")
     by_id = {text.id: text for text in texts}
     own = [by_id[one.prompt] for one in drawn]
-    anchors = [[one.anchor] for one in drawn]
+    # The later blocks may move. Where the checked one moves with them, it sees them or their context.
+    last = [len(text.tokens) - 1 for text in own]
+    anchors = [
+        [min(one.anchor + drafter.config.block_size, end), one.anchor, min(one.anchor + 1, end)]
+        for one, end in zip(drawn, last, strict=True)
+    ]
     generator = torch.Generator().manual_seed(seed)
-    behind = [_noised(text, slice(at, None), generator) for text, [at] in zip(own, anchors, strict=True)]
-    before = [_noised(text, slice(max(0, at - 1), at), generator) for text, [at] in zip(own, anchors, strict=True)]
+    behind = [_noised(text, slice(at, None), generator) for text, [_, at, _] in zip(own, anchors, strict=True)]
+    before = [
+        _noised(text, slice(max(0, at - 1), at), generator) for text, [_, at, _] in zip(own, anchors, strict=True)
+    ]
     with torch.inference_mode():
         clean = Batch.of(drafter, vocabulary, own)
-        hidden = clean.hidden(anchors)
-        moved = _largest_change(Batch.of(drafter, vocabulary, behind).hidden(anchors), hidden)
-        control = _largest_change(Batch.of(drafter, vocabulary, before).hidden(anchors), hidden)
+        hidden = clean.hidden(anchors)[:, 1]
+        moved = _largest_change(Batch.of(drafter, vocabulary, behind).hidden(anchors)[:, 1], hidden)
+        control = _largest_change(Batch.of(drafter, vocabulary, before).hidden(anchors)[:, 1], hidden)
     gradient, leaking = _gradient_behind(clean, anchors, generator)
     measured = max(moved, leaking)
     if not measured <= limit:
@@ -213,11 +221,11 @@ def _gradient_behind(batch: Batch, anchors: Sequence[Sequence[int]], generator: 
     with torch.enable_grad():
         leaf = context.to(device).requires_grad_()
         kv = drafter.context_kv(leaf, torch.arange(length, device=device))
-        hidden = replace(batch, context=kv).hidden(anchors)
+        hidden = replace(batch, context=kv).hidden(anchors)[:, 1]
         direction = torch.randn(hidden.shape, generator=generator).to(hidden)
         [gradient] = torch.autograd.grad((hidden * direction).float().sum(), leaf)
     size = gradient.float().abs()
-    behind = torch.arange(length, device=device) >= torch.tensor(anchors, device=device)
+    behind = torch.arange(length, device=device) >= torch.tensor(anchors, device=device)[:, 1:2]
     total = float(size.sum())
     return total, float((size * behind[..., None]).sum()) / total if total > 0 else 0.0
 

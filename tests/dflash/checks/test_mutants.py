@@ -91,3 +91,21 @@ def test_what_a_block_may_see_is_told_apart_from_where_it_stands(
         assert leak.measured > 0.01
     else:
         assert leak.status == "pass", leak.explanation
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("key_block == query_block", "key_block >= 0"),
+        ("key < anchor", "key < anchors.max()"),
+        ("key < anchor", "key < anchors[row, (query_block + 2) % anchors.shape[1]]"),
+        ("key < anchor", "key < anchor + (3 if anchors.shape[1] > 1 else 0)"),
+    ],
+)
+def test_a_leak_between_blocks_side_by_side_is_found(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    evidence = replace(bench, memo={}).evidence()
+    assert checks.CHECKS["context-strictly-before-anchor"](evidence).status == "pass"
+    mutate(monkeypatch, *MASK, old, new)
+    assert checks.CHECKS["context-strictly-before-anchor"](evidence).status == "fail"
