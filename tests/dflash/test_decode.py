@@ -201,7 +201,8 @@ def test_a_target_that_is_not_finite_is_named(tiny_dense: Pair) -> None:
     case = Case(tiny_dense, 1)
     with torch.no_grad():
         case.target.model.get_submodule("model.norm").weight[3] = float("inf")
-    with pytest.raises(VerifyError, match=f"prompt {next(iter(case.prompts))}: the target's logits .* weight model.norm.weight"):
+    prompt = next(iter(case.prompts))
+    with pytest.raises(VerifyError, match=f"prompt {prompt}: the target's logits .* weight model.norm.weight"):
         case.decode()
 
 
