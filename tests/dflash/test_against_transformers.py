@@ -32,12 +32,18 @@ class PeerRound:
     advance: int
 
 
+Decoded = tuple[list[int], list[PeerRound]]
+"""Prompt and completion, and the rounds that wrote it; the first token of the completion is the prefill's."""
+
+
 def test_rounds_equal_those_of_transformers_own_verifier(
     tiny_dense: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = Target.load(tiny_dense.target, dtype=torch.float32)
     checkpoint = read_checkpoint(tiny_dense.drafter)
-    require_equal_rounds(checkpoint, tiny_dense, target, PROMPTS, tmp_path, monkeypatch)
+    ours, theirs = both_sides(checkpoint, tiny_dense, target, PROMPTS, tmp_path, monkeypatch)
+    assert len(ours) == PROMPTS
+    assert ours == theirs
 
 
 @pytest.mark.parametrize(
@@ -59,33 +65,35 @@ def test_windows_are_those_of_transformers_own_class(
     plain = read_checkpoint(tiny_dense.drafter)
     sizes = plain.config.model_dump() | {"layer_types": layer_types, "sliding_window": window}
     checkpoint = replace(plain, config=DrafterConfig.model_validate(sizes))
-    require_equal_rounds(checkpoint, tiny_dense, target, 2, tmp_path, monkeypatch)
+    ours, theirs = both_sides(checkpoint, tiny_dense, target, 2, tmp_path, monkeypatch)
+    assert ours == theirs
 
 
-def require_equal_rounds(
+def both_sides(
     checkpoint: DrafterCheckpoint,
     pair: Pair,
     target: Target,
     count: int,
     directory: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Our replay and the peer's generation over ``count`` prompts go through the same rounds."""
+) -> tuple[dict[str, Decoded], dict[str, Decoded]]:
+    """Tokens and rounds of ``count`` prompts by id: of our replay, and of the peer's generation."""
     assistant = as_assistant(checkpoint, directory / "export")
     prompts = tiny_prompts(pair, target, count)
     texts = greedy_texts(target, checkpoint.config.target_layer_ids, prompts, NEW_TOKENS)
-    ours = walk(build_drafter(checkpoint, device="cpu", dtype=torch.float32), target, texts)
-
-    assert len(texts) == count
+    walked = walk(build_drafter(checkpoint, device="cpu", dtype=torch.float32), target, texts)
+    ours, theirs = {}, {}
     for text in texts:
-        written, theirs = decode(target, assistant, text.tokens[: text.prompt_length], monkeypatch)
-        mine = [one for one in ours if one.prompt == text.id]
-        assert written == text.tokens, f"{text.id}: the completions differ"
-        assert [one.anchor for one in mine] == [one.anchor for one in theirs], f"{text.id}: the anchors differ"
-        assert [one.advance for one in mine] == [one.advance for one in theirs], f"{text.id}: the advances differ"
-        drafts = [one.drafted if peer.drafted else () for one, peer in zip(mine, theirs, strict=True)]
-        assert drafts == [peer.drafted for peer in theirs], f"{text.id}: the drafts differ"
-        assert sum(one.advance for one in theirs) == NEW_TOKENS - 1  # the prefill writes the first token
+        written, rounds = decode(target, assistant, text.tokens[: text.prompt_length], monkeypatch)
+        own = [one for one in walked if one.prompt == text.id]
+        silent = {one.anchor for one in rounds if not one.drafted}
+        drafts = [() if one.anchor in silent else one.drafted for one in own]
+        ours[text.id] = (
+            text.tokens,
+            [PeerRound(one.anchor, draft, one.advance) for one, draft in zip(own, drafts, strict=True)],
+        )
+        theirs[text.id] = (written, rounds)
+    return ours, theirs
 
 
 def decode(
