@@ -109,8 +109,8 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
     with phases.phase("tokenizer", "tokenizer"):
         inputs = read_inputs(request)
         server = completions.connect(request.server) if request.server else None
-        taps = _tap_source(request, inputs)
-        _require_fit(request, inputs, taps)
+        taps = _tap_source(request)
+        _require_fit(request, inputs)
 
     with phases.phase("reference_completions", "reference completions") as progress:
         written = [] if request.temperature else reference_completions(request, inputs, server, taps, progress)
@@ -211,7 +211,7 @@ def _measure_served(request: Request, phases: Phases) -> tuple[Report, list[Roun
     return report, []
 
 
-def _tap_source(request: Request, inputs: Inputs) -> CachedTaps:
+def _tap_source(request: Request) -> CachedTaps:
     """Hidden states of the target from the cache, the loaded target or its streamed layers, opened when needed."""
     device, dtype = request.torch_device(), request.torch_dtype()
     cache = None
@@ -233,7 +233,7 @@ def _tap_source(request: Request, inputs: Inputs) -> CachedTaps:
     return taps
 
 
-def _require_fit(request: Request, inputs: Inputs, taps: CachedTaps) -> None:
+def _require_fit(request: Request, inputs: Inputs) -> None:
     """Everything that can be said against the drafters and prompts before the target works for them."""
     facts = StreamedTaps.open(request.target, kernel="torch").facts
     for drafter in inputs.drafters:

@@ -20,7 +20,7 @@ from dflash.cache import Cache, CachedText, CacheError, TargetKey
 from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.kernels import kernel_for
-from dflash.target import Target, TargetLoadError, require_fit, require_layers, text_config
+from dflash.target import Target, TargetLoadError, TargetMismatchError, require_layers, text_config
 
 PASS_TOKENS = 1 << 14
 """Padded tokens in one pass of the target."""
@@ -83,14 +83,21 @@ class TargetFacts(BaseModel):
 
     def require_fit(self, config: DrafterConfig, *, source: str) -> None:
         """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
-        require_fit(
-            config,
-            source=source,
-            path=self.path,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            vocab_size=self.vocab_size,
+        pairs = (
+            ("hidden_size", config.hidden_size, self.hidden_size),
+            ("num_target_layers", config.num_target_layers, self.num_layers),
         )
+        for name, drafter, target in pairs:
+            if drafter != target:
+                raise TargetMismatchError(
+                    f"{source}: the drafter's {name} is {drafter}, the target {self.path} has {target}; "
+                    f"evaluate it against the target it was trained on"
+                )
+        if config.mask_token_id >= self.vocab_size:
+            raise TargetMismatchError(
+                f"{source}: mask_token_id {config.mask_token_id} is outside the target's vocabulary of "
+                f"{self.vocab_size} rows; the mask is a row of the target's embedding"
+            )
 
 
 class TapSource(Protocol):

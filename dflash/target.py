@@ -22,7 +22,6 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from dflash.config import DrafterConfig
 from dflash.errors import DFlashError
 from dflash.head import blocks_of, scan
 from dflash.kernels import Kernel, kernel_for
@@ -126,17 +125,6 @@ class Target:
     def _embedding(self) -> nn.Embedding:
         embedding: nn.Embedding = self.model.get_input_embeddings()  # type: ignore[assignment]
         return embedding
-
-    def require_fit(self, config: DrafterConfig, *, source: str) -> None:
-        """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
-        require_fit(
-            config,
-            source=source,
-            path=self.path,
-            hidden_size=self.hidden_size,
-            num_layers=self.num_layers,
-            vocab_size=self.vocab_size,
-        )
 
     def spoiled_weight(self) -> str | None:
         """The name of the first weight that holds NaN or infinity, None where all are finite."""
@@ -252,27 +240,6 @@ class Target:
             mask = torch.cat((mask, mask.new_ones(len(prompts), 1)), dim=1)
             positions = positions[:, -1:] + 1
         return completions
-
-
-def require_fit(
-    config: DrafterConfig, *, source: str, path: str, hidden_size: int, num_layers: int, vocab_size: int
-) -> None:
-    """:class:`TargetMismatchError` unless a drafter of this ``config`` was made for a target of these sizes."""
-    pairs = (
-        ("hidden_size", config.hidden_size, hidden_size),
-        ("num_target_layers", config.num_target_layers, num_layers),
-    )
-    for name, drafter, target in pairs:
-        if drafter != target:
-            raise TargetMismatchError(
-                f"{source}: the drafter's {name} is {drafter}, the target {path} has {target}; "
-                f"evaluate it against the target it was trained on"
-            )
-    if config.mask_token_id >= vocab_size:
-        raise TargetMismatchError(
-            f"{source}: mask_token_id {config.mask_token_id} is outside the target's vocabulary of "
-            f"{vocab_size} rows; the mask is a row of the target's embedding"
-        )
 
 
 def require_layers(layer_ids: Sequence[int], num_layers: int, *, path: str) -> None:

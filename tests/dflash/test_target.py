@@ -23,6 +23,7 @@ from transformers import (
 )
 
 from dflash.config import DrafterConfig
+from dflash.hidden_states import LoadedTaps
 from dflash.target import Target, TargetLoadError, TargetMismatchError
 from tests.dflash.test_config import changed
 
@@ -169,14 +170,14 @@ def test_a_drafter_for_another_target_is_refused(pair: tuple[Target, Any], chang
     nested = {"target_layer_ids": [1, 3, 5]} | changes.get("nested", {})
     raw = changed(**({"num_target_layers": LAYERS} | changes | {"nested": nested}))
     with pytest.raises(TargetMismatchError, match=says) as caught:
-        target.require_fit(DrafterConfig.from_dict(raw, source="test"), source="step_4.pt")
+        LoadedTaps(target).facts.require_fit(DrafterConfig.from_dict(raw, source="test"), source="step_4.pt")
     assert str(caught.value).startswith("step_4.pt: ")
 
 
 def test_a_drafter_for_this_target_fits(pair: tuple[Target, Any]) -> None:
     raw = changed(num_target_layers=LAYERS, nested={"target_layer_ids": [1, 3, 5]})
     fitting = DrafterConfig.from_dict(raw, source="test")
-    pair[0].require_fit(fitting, source="test")  # it raises for one that does not fit
+    LoadedTaps(pair[0]).facts.require_fit(fitting, source="test")  # it raises for one that does not fit
     assert fitting.num_target_layers == pair[0].num_layers
 
 
