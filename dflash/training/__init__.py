@@ -1,0 +1,1 @@
+"""Training of drafters: data, features, objective, loop, checkpoints. ``import dflash.training`` imports no torch."""
