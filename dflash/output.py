@@ -34,9 +34,9 @@ def whole_directory(output: Path) -> Iterator[Path]:
         partial.chmod(0o755 & ~_umask())
         yield partial
         for path in (*partial.iterdir(), partial):
-            _to_disk(path)
+            to_disk(path)
         partial.rename(final)
-        _to_disk(final.parent)
+        to_disk(final.parent)
     except OSError as error:
         if error.errno in (errno.ENOTEMPTY, errno.EEXIST) and partial is not None:
             raise OutputError(f"--output {output} was filled by somebody else meanwhile; choose another") from None
@@ -48,7 +48,8 @@ def whole_directory(output: Path) -> Iterator[Path]:
             shutil.rmtree(partial, ignore_errors=True)
 
 
-def _to_disk(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Wait until what a file or directory holds is on disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,0 +1,132 @@
+"""The processes of a run: who they are, what they tell each other, and how they share one drafter.
+
+torchrun says who they are, on one machine or, through its rendezvous, on several. Without it a run is one process.
+"""
+
+import os
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Self, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from dflash.errors import UsageError
+from dflash.training.run_config import ParallelSection
+
+PATIENCE = timedelta(hours=6)
+"""How long a rank waits for another: rank 0 tokenises the data, writes checkpoints and measures τ alone."""
+
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those of the run."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @classmethod
+    @contextmanager
+    def joined(cls, device: str) -> Iterator[Self]:
+        """Meet the other ranks for as long as the block lasts; ``device`` as ``target.device`` of a run's config.
+
+        Raises :class:`UsageError` for a single GPU that several ranks were told to share.
+        """
+        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        chosen = _device(device, world)
+        if world == 1:
+            yield cls(rank=0, world=1, device=chosen)
+            return
+        backend = "cpu:gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
+        dist.init_process_group(backend, rank=rank, world_size=world, timeout=PATIENCE)
+        try:
+            yield cls(rank=rank, world=world, device=chosen)
+        finally:
+            dist.destroy_process_group()
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the rank that writes, prints and measures."""
+        return self.rank == 0
+
+    def sum(self, values: Tensor) -> Tensor:
+        """``values`` added up over all ranks, the same on each."""
+        if self.world == 1:
+            return values
+        total = values.clone()
+        dist.all_reduce(total)
+        return total
+
+    def any(self, flag: bool) -> bool:
+        """Whether ``flag`` is set on any rank."""
+        return bool(self.sum(torch.tensor([float(flag)])).item())
+
+    def share(self, value: Value) -> Value:
+        """Rank 0's ``value``, on every rank; what the others pass is dropped."""
+        if self.world == 1:
+            return value
+        box: list[Any] = [value]
+        dist.broadcast_object_list(box, src=0)
+        shared: Value = box[0]
+        return shared
+
+    def wait(self) -> None:
+        """Until every rank is here."""
+        self.share(None)
+
+
+def wrap(model: nn.Module, section: ParallelSection, ranks: Ranks) -> nn.Module:
+    """``model`` as the ranks train it together; it stays the module that the weights are read from.
+
+    FSDP shards the drafter's float32 masters, their gradients and the optimizer's state, in one unit: they are what
+    takes the memory, a drafter of some layers gathered whole for its forward pass takes little beside a target.
+    """
+    if section.compile:
+        # Texts differ in length; the number of blocks in a row does not.
+        model.compile(dynamic=True)
+    if ranks.world == 1:
+        return model
+    if section.strategy == "fsdp":
+        mesh = init_device_mesh(ranks.device.type, (ranks.world,))
+        fully_shard(model, mesh=mesh)
+        return model
+    return DistributedDataParallel(
+        model,
+        device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+    )
+
+
+def synchronised(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
+    """Around a micro-batch's forward and backward pass: ranks add their gradients up after the ``last`` one only."""
+    if isinstance(wrapped, DistributedDataParallel):
+        return nullcontext() if last else wrapped.no_sync()
+    if isinstance(wrapped, FSDPModule):
+        wrapped.set_requires_gradient_sync(last)
+    return nullcontext()
+
+
+def _device(name: str, world: int) -> torch.device:
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type != "cuda":
+        return device
+    if not torch.cuda.is_available():
+        raise UsageError(f"target.device is {name}, and torch sees no GPU; leave it out or say cpu")
+    if world > 1 and device.index is not None:
+        raise UsageError(f"target.device is {name} for {world} ranks; say cuda, and each takes the one of its number")
+    chosen = torch.device("cuda", local if device.index is None else device.index)
+    torch.cuda.set_device(chosen)
+    return chosen
