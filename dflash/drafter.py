@@ -11,8 +11,10 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 
 from dflash.config import DrafterConfig
+from dflash.masks import Mask
 
 KeyValue = tuple[Tensor, Tensor]
 """Keys (normed and rotated) and values of one layer, each [N, n_kv, S, hd]."""
@@ -44,12 +46,13 @@ class Drafter(nn.Module):
         return [cast(Layer, layer).self_attn.key_value(context, rotation) for layer in self.layers]
 
     def forward(
-        self, blocks: Tensor, positions: Tensor, context_kv: Sequence[KeyValue], masks: Sequence[Tensor]
+        self, blocks: Tensor, positions: Tensor, context_kv: Sequence[KeyValue], masks: Sequence[Mask]
     ) -> Tensor:
         """Hidden states [N, Q, H] for the target's head from block embeddings ``blocks`` [N, Q, H].
 
-        ``positions`` [N, Q] are anchor + slot; ``masks`` holds one bool [N, 1, Q, S + Q] a layer
-        (:func:`dflash.masks.layer_masks`); keys are the context's, then the block's own.
+        ``positions`` [N, Q] are anchor + slot, counted from the text's start; ``masks`` holds one mask over
+        [N, 1, Q, S + Q] a layer (:func:`dflash.masks.layer_masks` or ``flex_masks``); keys are the context's, then the
+        block's own.
         """
         rotation = rotary(positions, self.config.head_dim, self.config.rope_theta)
         x = blocks
@@ -67,7 +70,7 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotation: "Rotation", context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: "Rotation", context: KeyValue, mask: Mask) -> Tensor:
         x = x + self.self_attn(self.input_layernorm(x), rotation, context, mask)
         residual: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return residual
@@ -92,18 +95,32 @@ class Attention(nn.Module):
         keys = rotate(self.k_norm(self._heads(self.k_proj(x))), rotation)
         return keys.transpose(1, 2), self._heads(self.v_proj(x)).transpose(1, 2)
 
-    def forward(self, x: Tensor, rotation: "Rotation", context: KeyValue, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotation: "Rotation", context: KeyValue, mask: Mask) -> Tensor:
         queries = rotate(self.q_norm(self._heads(self.q_proj(x))), rotation).transpose(1, 2)
         own_keys, own_values = self.key_value(x, rotation)
         keys = torch.cat((context[0], own_keys), dim=2)
         values = torch.cat((context[1], own_values), dim=2)
-        # enable_gqa gives each K/V head to n_q / n_kv consecutive query heads, the order checkpoints are trained in.
-        mixed = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-        out: Tensor = self.o_proj(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.o_proj(attend(queries, keys, values, mask).transpose(1, 2).flatten(2))
         return out
 
     def _heads(self, x: Tensor) -> Tensor:
         return x.reshape(*x.shape[:-1], -1, self.head_dim)  # [N, S, heads, hd]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
+    """Mixed values [N, n_q, Q, hd] for ``queries`` [N, n_q, Q, hd] over ``keys`` and ``values`` [N, n_kv, K, hd].
+
+    ``enable_gqa`` gives each K/V head to n_q / n_kv consecutive query heads, the order checkpoints are trained in.
+    """
+    if isinstance(mask, Tensor):
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
+    # Without compilation flex attention computes all scores, which serves to compare masks and nothing else.
+    flex = _compiled_flex_attention if queries.is_cuda else flex_attention
+    mixed: Tensor = flex(queries, keys, values, block_mask=mask, enable_gqa=True)
+    return mixed
+
+
+_compiled_flex_attention = torch.compile(flex_attention)
 
 
 class MLP(nn.Module):

@@ -66,15 +66,20 @@ def slot_losses(recipe: Recipe, logits: Tensor, right: Tensor, teacher: Tensor |
     return composite(logits, right, teacher, temperature=recipe.temperature, kl_weight=recipe.kl_weight)
 
 
+def slot_weights(recipe: Recipe, losses: Tensor, scored: Tensor) -> Tensor:
+    """w·m [..., B-1] of the recipe, without gradient; m is ``scored``, ``losses`` are read for D-PACE alone."""
+    if recipe.loss == "dpace":
+        weights = dpace_weights(losses, scored, 0.5 if recipe.alpha is None else recipe.alpha)
+    else:
+        weights = decay_weights(scored.shape[-1], recipe.gamma, device=scored.device).expand(scored.shape)
+    return weights * scored
+
+
 def reduce(recipe: Recipe, losses: Tensor, scored: Tensor) -> Tensor:
     """The recipe's loss, a scalar: Σ w·m·loss / Σ w·m over ``losses`` and ``scored``, both [..., B-1].
 
     m is ``scored``; the denominator carries the weights as in the paper, SpecForge and TorchSpec (speculators divides
     by Σ m). 0 where nothing is scored.
     """
-    if recipe.loss == "dpace":
-        weights = dpace_weights(losses, scored, 0.5 if recipe.alpha is None else recipe.alpha)
-    else:
-        weights = decay_weights(losses.shape[-1], recipe.gamma, device=losses.device).expand(losses.shape)
-    weights = weights * scored
+    weights = slot_weights(recipe, losses, scored)
     return (weights * losses).sum() / weights.sum().clamp(min=torch.finfo(torch.float32).tiny)

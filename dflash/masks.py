@@ -1,7 +1,8 @@
 """Who sees whom in a block, written once: flex attention's mask and the dense mask are both made from it.
 
-One row of a batch is one text of S positions with n blocks of B slots. Block b has anchor a_b (the last known token);
-its slot k stands for position a_b + k. Queries are the blocks; keys are the context and then the blocks themselves::
+One row of a batch is one text of S positions with n blocks of B slots, or several texts end to end. Block b has anchor
+a_b (the last known token); its slot k stands for position a_b + k. Queries are the blocks; keys are the context and
+then the blocks themselves::
 
                     context, taps of positions 0 … S-1      block 0      block 1
                   ┌───────────────────────────────────────┬────────────┬────────────┐
@@ -15,6 +16,7 @@ its slot k stands for position a_b + k. Queries are the blocks; keys are the con
 
 - Context is strictly before the anchor. The target's state at the anchor already knows the next token, so a block that
   saw it would be graded on an answer it was given; in serving that state does not exist yet.
+- Context begins with the anchor's own text: in a row of several, at start_b ≤ t.
 - Inside a block slots see each other both ways, or on a causal layer only up to themselves.
 - A window W counts the query itself, as in the engines (``window_left = W - 1``): slot k sees context
   a+k-(W-1) ≤ t < a. W narrower than a block narrows the block as well.
@@ -26,9 +28,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from dflash.config import DrafterConfig
 
+Mask = Tensor | BlockMask
+"""What a layer attends by: bool [N, 1, Q, K] for SDPA, or flex attention's sparse form of the same predicate."""
 MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """``flex_attention``'s mask_mod: (row, head, query index, key index) → visible."""
 
@@ -49,8 +54,13 @@ def layer_rules(config: DrafterConfig) -> tuple[LayerRule, ...]:
     )
 
 
-def block_mask_mod(rule: LayerRule, anchors: Tensor, block_size: int, context_length: int) -> MaskMod:
-    """The predicate for ``anchors`` [N, n] over S = ``context_length`` context keys, elementwise on index tensors."""
+def block_mask_mod(
+    rule: LayerRule, anchors: Tensor, block_size: int, context_length: int, starts: Tensor | None = None
+) -> MaskMod:
+    """The predicate for ``anchors`` [N, n] over S = ``context_length`` context keys, elementwise on index tensors.
+
+    ``starts`` [N, n] is where the text of each anchor begins in its row; 0 everywhere without it.
+    """
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         query_block = query // block_size
@@ -60,7 +70,10 @@ def block_mask_mod(rule: LayerRule, anchors: Tensor, block_size: int, context_le
         block_key = (key - context_length).clamp(min=0)
         key_block = block_key // block_size
         key_position = torch.where(in_context, key, anchors[row, key_block] + block_key % block_size)
-        seen = torch.where(in_context, key < anchor, key_block == query_block)
+        before = key < anchor
+        if starts is not None:
+            before = before & (key >= starts[row, query_block])
+        seen = torch.where(in_context, before, key_block == query_block)
         if rule.causal:
             seen = seen & (key_position <= query_position)
         if rule.window is not None:
@@ -70,18 +83,48 @@ def block_mask_mod(rule: LayerRule, anchors: Tensor, block_size: int, context_le
     return visible
 
 
-def dense_mask(rule: LayerRule, anchors: Tensor, block_size: int, context_length: int) -> Tensor:
+def dense_mask(
+    rule: LayerRule, anchors: Tensor, block_size: int, context_length: int, starts: Tensor | None = None
+) -> Tensor:
     """The same predicate as a bool tensor [N, 1, n·B, S + n·B]; True is visible, as SDPA takes it."""
     rows, blocks = anchors.shape
     queries = blocks * block_size
-    visible = block_mask_mod(rule, anchors, block_size, context_length)
+    visible = block_mask_mod(rule, anchors, block_size, context_length, starts)
     index = torch.arange(context_length + queries, device=anchors.device)
     row = torch.arange(rows, device=anchors.device)
     return visible(row[:, None, None, None], index[:1], index[:queries, None], index)
 
 
-def layer_masks(config: DrafterConfig, anchors: Tensor, context_length: int) -> tuple[Tensor, ...]:
+def layer_masks(
+    config: DrafterConfig, anchors: Tensor, context_length: int, starts: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """One dense mask a layer for ``anchors`` [N, n]; layers with the same rule share one tensor."""
     rules = layer_rules(config)
-    masks = {rule: dense_mask(rule, anchors, config.block_size, context_length) for rule in set(rules)}
+    masks = {rule: dense_mask(rule, anchors, config.block_size, context_length, starts) for rule in set(rules)}
     return tuple(masks[rule] for rule in rules)
+
+
+def flex_masks(
+    config: DrafterConfig, anchors: Tensor, context_length: int, starts: Tensor | None = None
+) -> tuple[BlockMask, ...]:
+    """:func:`layer_masks` as flex attention takes them: tiles of which only the visible ones are computed."""
+    rows, blocks = anchors.shape
+    queries = blocks * config.block_size
+    # Compiled, the predicate is evaluated tile by tile; otherwise the whole grid exists first, in 8-byte integers.
+    create = _compiled_create_block_mask if anchors.is_cuda else create_block_mask
+    rules = layer_rules(config)
+    masks = {
+        rule: create(
+            block_mask_mod(rule, anchors, config.block_size, context_length, starts),
+            B=rows,
+            H=None,
+            Q_LEN=queries,
+            KV_LEN=context_length + queries,
+            device=anchors.device,
+        )
+        for rule in set(rules)
+    }
+    return tuple(masks[rule] for rule in rules)
+
+
+_compiled_create_block_mask = torch.compile(create_block_mask)

@@ -1,0 +1,110 @@
+"""The trainer's forward pass: taps and anchors in, hidden states of the mask slots out.
+
+What is wrapped by DDP or FSDP is :class:`TrainingModel`. Its parameters are the drafter's and nothing else: embedding
+and head are the target's, frozen, and stay outside.
+"""
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from dflash.batch import Vocabulary
+from dflash.config import DrafterConfig
+from dflash.drafter import Drafter
+from dflash.masks import flex_masks, layer_masks
+from dflash.training.batch import Features
+from dflash.training.blocks import Blocks, documents
+from dflash.training.randomness import generator
+
+TILE = 128
+"""Flex attention's tile. Contexts are padded to whole ones, so that a run meets few lengths and compiles few times."""
+_DRAWN_TOGETHER = 16
+"""torch's normal numbers on the CPU come in groups of this many; rows of whole groups do not depend on later rows."""
+
+
+class TrainingModel(nn.Module):
+    """A drafter whose float32 weights are the optimizer's masters, computing in ``compute_dtype``.
+
+    The weights are cast anew at every pass, so the forward is bit for bit the one that a drafter loaded in
+    ``compute_dtype`` makes, and what is evaluated and served is what is trained. Gradients arrive in float32.
+    ``attention``: "dense" masks for SDPA, "flex" for CUDA (its backward exists there only).
+    """
+
+    def __init__(self, drafter: Drafter, *, compute_dtype: torch.dtype, attention: Literal["dense", "flex"]) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.compute_dtype = compute_dtype
+        self.attention = attention
+        # In a tuple, which nn.Module does not look into: the drafter is registered once, under its own name.
+        self._pass = (_BlockPass(drafter, attention),)
+
+    def forward(self, taps: Tensor, blocks: Blocks, starts: Tensor, block_embeddings: Tensor) -> Tensor:
+        """Hidden states [N, n, B-1, H] of slots 1 … B-1 for the target's head, in the compute dtype.
+
+        ``taps`` [N, S, K·H] with whatever noise was asked for; ``starts`` [N, S] as of
+        :class:`~dflash.training.batch.Features`; ``block_embeddings`` [N, n·B, H] of :func:`block_embeddings`.
+        """
+        dtype = self.compute_dtype
+        inputs = (taps.to(dtype), blocks.anchors, blocks.starts, starts, block_embeddings.to(dtype))
+        if all(weight.dtype == dtype for weight in self.drafter.parameters()):
+            hidden: Tensor = self._pass[0](*inputs)
+            return hidden
+        weights = {f"drafter.{name}": weight.to(dtype) for name, weight in self.drafter.named_parameters()}
+        cast: Tensor = functional_call(self._pass[0], weights, inputs)
+        return cast
+
+
+class _BlockPass(nn.Module):
+    """The drafter over rows of blocks, as one module, so that it can be called with other weights than its own."""
+
+    def __init__(self, drafter: Drafter, attention: Literal["dense", "flex"]) -> None:
+        super().__init__()
+        self.drafter = drafter
+        self.attention = attention
+
+    def forward(
+        self, taps: Tensor, anchors: Tensor, anchor_starts: Tensor, starts: Tensor, block_embeddings: Tensor
+    ) -> Tensor:
+        config = self.drafter.config
+        context = self.drafter.project_context(taps)
+        context_positions = torch.arange(taps.shape[1], device=taps.device) - starts
+        if self.attention == "flex":
+            missing = -taps.shape[1] % TILE
+            context = F.pad(context, (0, 0, 0, missing))
+            context_positions = F.pad(context_positions, (0, missing))
+        masks_of = flex_masks if self.attention == "flex" else layer_masks
+        # A filler's anchor -1 is before every position: it sees its own slots and nothing else.
+        masks = masks_of(config, anchors, context.shape[1], anchor_starts)
+        slots = torch.arange(config.block_size, device=taps.device)
+        positions = (anchors.clamp(min=0) - anchor_starts)[..., None] + slots
+        kv = self.drafter.context_kv(context, context_positions)
+        hidden: Tensor = self.drafter(block_embeddings, positions.flatten(1), kv, masks)
+        return hidden.view(*anchors.shape, config.block_size, -1)[:, :, 1:]
+
+
+@torch.no_grad()
+def block_embeddings(vocabulary: Vocabulary, blocks: Blocks, ids: Tensor, config: DrafterConfig) -> Tensor:
+    """The target's embeddings [N, n·B, H] of [anchor, MASK, …, MASK] for each block over the tokens ``ids`` [N, S]."""
+    tokens = torch.full((*blocks.anchors.shape, config.block_size), config.mask_token_id, device=ids.device)
+    tokens[..., 0] = ids.gather(1, blocks.anchors.clamp(min=0))
+    return vocabulary.embed(tokens.flatten(1))
+
+
+@torch.no_grad()
+def with_noise(taps: Tensor, features: Features, sigma: float, seed: int, epoch: int) -> Tensor:
+    """``taps`` [N, S, K·H] plus Gaussian noise of standard deviation ``sigma``, keyed by (seed, epoch, sample).
+
+    The result is the input of ``fc`` and of nothing else: labels, soft ones too, come from the clean ``features``.
+    """
+    if sigma == 0:
+        return taps
+    width = -(-taps.shape[-1] // _DRAWN_TOGETHER) * _DRAWN_TOGETHER
+    noisy = taps.clone()
+    for row, span, sample in documents(features):
+        drawn = generator(seed, epoch, sample, "noise", device=taps.device)
+        noise = torch.randn(span.stop - span.start, width, generator=drawn, device=taps.device)
+        noisy[row, span] += (sigma * noise[:, : taps.shape[-1]]).to(taps.dtype)
+    return noisy
