@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import Any, Literal, cast
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
@@ -57,7 +58,30 @@ def select_kernel(name: Literal["auto", "fla", "torch"], *, device: torch.device
     for function in (*_DELTA_RULES, *_CONVOLUTIONS):
         wrapped = _AS_IMPORTED[function]
         setattr(modeling_qwen3_5, function, _torch_only(wrapped) if chosen == "torch" else wrapped)
+    if chosen == "fla":
+        modeling_qwen3_5.causal_conv1d_fn = documents_apart(_AS_IMPORTED["causal_conv1d_fn"])
     return chosen
+
+
+def documents_apart(convolution: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """``convolution`` of [1, C, S] that sees zeros before each document of a packed row, as before the first.
+
+    transformers hands it the documents' borders as ``cu_seq_lens_q`` [D + 1] and it lets them pass: fla resets the
+    delta rule there, but brings no convolution, so the first tokens of a document would see the end of another.
+    """
+
+    @wraps(convolution)
+    def apart(states: Tensor, weight: Tensor, *args: Any, cu_seq_lens_q: Tensor | None = None, **kwargs: Any) -> Tensor:
+        if cu_seq_lens_q is None:
+            return convolution(states, weight, *args, **kwargs)
+        gap = weight.shape[-1] - 1
+        tokens = torch.arange(states.shape[2], device=states.device)
+        places = tokens + gap * torch.bucketize(tokens, cu_seq_lens_q[1:-1].to(tokens), right=True)
+        spread = states.new_zeros(*states.shape[:2], states.shape[2] + gap * (len(cu_seq_lens_q) - 2))
+        spread[:, :, places] = states
+        return convolution(spread, weight, *args, **kwargs)[:, :, places]
+
+    return apart
 
 
 def _obstacle_to_fla(device: torch.device) -> str | None:

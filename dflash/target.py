@@ -247,7 +247,8 @@ def require_layers(layer_ids: Sequence[int], num_layers: int, *, path: str) -> N
     for layer in layer_ids:
         if not 0 <= layer < num_layers - 1:
             raise TargetMismatchError(
-                f"tap {layer} is not a layer before the last of {path}, whose layers are 0..{num_layers - 1}"
+                f"tap {layer} is not a layer before the last of {path}, whose layers are 0..{num_layers - 1}; what the "
+                f"last one puts out is normed in one engine and raw in another"
             )
 
 

@@ -45,26 +45,28 @@ class Layout:
 def rows_of(samples: SampleSet, indices: Sequence[int], *, length: int, packing: bool) -> list[list[Sample]]:
     """The documents ``indices`` in rows: one in each, or packed into rows of at most ``length`` tokens.
 
-    The same samples and indices give the same rows everywhere. Raises :class:`PackingError` when packing.
+    The same samples and indices give the same rows everywhere. Raises :class:`PackingError`, see :func:`first_fit`.
     """
     documents = [samples[index] for index in indices]
     if not packing:
         return [[document] for document in documents]
-    for document in documents:
-        if len(document.ids) > length:
-            raise PackingError(
-                f"sample {document.index} has {len(document.ids)} tokens, and a packed row has {length}; truncate "
-                f"samples to data.max_length or leave features.packing out"
-            )
-    return [[documents[place] for place in row] for row in first_fit([len(one.ids) for one in documents], length)]
+    rows = first_fit([len(document.ids) for document in documents], length)
+    return [[documents[place] for place in row] for row in rows]
 
 
 def first_fit(lengths: Sequence[int], length: int) -> list[list[int]]:
-    """Places of ``lengths`` in rows of at most ``length``, or of one: each goes into the first row it fits into.
+    """Places of ``lengths`` in rows of at most ``length``: each goes into the first row it fits into.
 
     At most :data:`OPEN_ROWS` rows are open at a time, the oldest closes first; so a row's documents are near each other
-    in the order given, which they keep, and the time is linear. Rows come in the order of their first document.
+    in the order given, which they keep, and the time is linear. Rows come in the order of their first document. Raises
+    :class:`PackingError` for a document that no row holds.
     """
+    longest = max(lengths, default=0)
+    if longest > length:
+        raise PackingError(
+            f"a sample has {longest} tokens, and a packed row has {length}; truncate samples to data.max_length or "
+            f"leave features.packing out"
+        )
     rows: list[list[int]] = []
     room: dict[int, int] = {}  # of the open rows, oldest first
     for place, tokens in enumerate(lengths):
