@@ -3,7 +3,7 @@
 The first line says which version wrote the file and which settings the completions depend on (see
 :func:`dflash.completions.completion_settings`); other settings are refused rather than mixed. Several processes may add
 to one file: each line is one locked write. A line that was cut off, by a crash or a full disk, is the last one and is
-dropped.
+dropped. Completions stay on disk, memory holds where each is: a training set's worth of them fits into no memory.
 """
 
 import fcntl
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from dflash.errors import DFlashError
 
@@ -49,7 +49,7 @@ class _Header(BaseModel):
 class _Line(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    prompt: str
+    prompt: str = Field(pattern="^[0-9a-f]{64}$")
     ids: list[NonNegativeInt]
     retokenized: bool
 
@@ -57,43 +57,63 @@ class _Line(BaseModel):
 class CompletionStore:
     """What :meth:`open` found in a file, and what was put there since."""
 
-    def __init__(self, path: Path, completions: dict[str, Completion]) -> None:
+    def __init__(self, path: Path, places: dict[bytes, int], option: str) -> None:
         self.path = path
-        self._completions = completions
+        self._places = places
+        self._option = option
 
     @classmethod
-    def open(cls, path: Path, settings: Mapping[str, Any]) -> "CompletionStore":
+    def open(cls, path: Path, settings: Mapping[str, Any], *, option: str = "--cache") -> "CompletionStore":
         """Read ``path``, or make it; ``settings`` (JSON values) must be those it was made with.
 
-        Raises :class:`CompletionStoreError`.
+        ``option`` is what messages call the choice of the place. Raises :class:`CompletionStoreError`.
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with _locked(path, os.O_CREAT) as file:
                 if not os.fstat(file).st_size:
                     _append(file, {"dflash_completions": VERSION, "settings": dict(settings)})
-                lines = path.read_bytes().split(b"\n")
+                end = os.fstat(file).st_size
+            return cls(path, _places(path, end, settings, option), option)
         except OSError as error:
-            raise CompletionStoreError(f"{path}: cannot be opened ({error.strerror}); see --cache") from None
-        _check_header(path, lines[0], settings)
-        return cls(path, dict(_entry(path, number, line) for number, line in enumerate(lines[1:-1], start=2)))
+            raise CompletionStoreError(f"{path}: cannot be opened ({error.strerror}); see {option}") from None
 
     def get(self, prompt: Sequence[int]) -> Completion | None:
-        """The completion of ``prompt`` (token ids) if it is there."""
-        return self._completions.get(_key(prompt))
+        """The completion of ``prompt`` (token ids) if it is there. Raises :class:`CompletionStoreError`."""
+        key = _key(prompt)
+        place = self._places.get(bytes.fromhex(key))
+        if place is None:
+            return None
+        try:
+            with self.path.open("rb") as file:
+                file.seek(place)
+                found = _parsed(file.readline())
+        except OSError as error:
+            raise CompletionStoreError(f"{self.path}: cannot be read ({error.strerror}); see {self._option}") from None
+        if found is None or found.prompt != key:
+            raise CompletionStoreError(
+                f"{self.path}: was changed while it was in use; move it away or give another {self._option}"
+            )
+        return Completion(found.ids, found.retokenized)
 
     def put(self, prompt: Sequence[int], completion: Completion) -> None:
         """Keep ``completion``; it is in the file when this returns. Raises :class:`CompletionStoreError`."""
         key = _key(prompt)
         try:
             with _locked(self.path) as file:
+                place = os.fstat(file).st_size
                 _append(file, {"prompt": key, "ids": completion.ids, "retokenized": completion.retokenized})
         except OSError as error:
-            raise CompletionStoreError(f"{self.path}: cannot be added to ({error.strerror}); see --cache") from None
-        self._completions[key] = completion
+            raise CompletionStoreError(
+                f"{self.path}: cannot be added to ({error.strerror}); see {self._option}"
+            ) from None
+        self._places[bytes.fromhex(key)] = place
+
+    def __contains__(self, prompt: Sequence[int]) -> bool:
+        return bytes.fromhex(_key(prompt)) in self._places
 
     def __len__(self) -> int:
-        return len(self._completions)
+        return len(self._places)
 
 
 def _key(prompt: Sequence[int]) -> str:
@@ -136,17 +156,36 @@ def _append(file: int, record: dict[str, Any]) -> None:
         os.write(file, line[written:])  # raises what stopped the first one
 
 
-def _check_header(path: Path, line: bytes, settings: Mapping[str, Any]) -> None:
+def _places(path: Path, end: int, settings: Mapping[str, Any], option: str) -> dict[bytes, int]:
+    """Where in the file the completion of each prompt begins; every line up to ``end`` is checked."""
+    places: dict[bytes, int] = {}
+    with path.open("rb") as lines:
+        _check_header(path, lines.readline(), settings, option)
+        place = lines.tell()
+        for number, line in enumerate(lines, start=2):
+            if place >= end:
+                break  # another process is adding to it
+            found = _parsed(line)
+            if found is None:
+                raise CompletionStoreError(
+                    f"{path}:{number}: is not a completion; the file is damaged, move it away or give another {option}"
+                )
+            places[bytes.fromhex(found.prompt)] = place
+            place += len(line)
+    return places
+
+
+def _check_header(path: Path, line: bytes, settings: Mapping[str, Any], option: str) -> None:
     try:
         header = _Header.model_validate_json(line)
     except ValidationError:
         raise CompletionStoreError(
-            f"{path}: is not a file of completions; move it away or give another --cache"
+            f"{path}: is not a file of completions; move it away or give another {option}"
         ) from None
     if header.dflash_completions != VERSION:
         raise CompletionStoreError(
             f"{path}: was written by another version ({header.dflash_completions}, this one writes {VERSION}); "
-            f"move it away or give another --cache"
+            f"move it away or give another {option}"
         )
     wanted: dict[str, Any] = json.loads(json.dumps(dict(settings)))
     other = [
@@ -157,15 +196,12 @@ def _check_header(path: Path, line: bytes, settings: Mapping[str, Any]) -> None:
     if other:
         raise CompletionStoreError(
             f"{path}: its completions were made with other settings ({'; '.join(other)}); "
-            f"use the same or give another --cache"
+            f"use the same or give another {option}"
         )
 
 
-def _entry(path: Path, number: int, line: bytes) -> tuple[str, Completion]:
+def _parsed(line: bytes) -> _Line | None:
     try:
-        parsed = _Line.model_validate_json(line)
+        return _Line.model_validate_json(line)
     except ValidationError:
-        raise CompletionStoreError(
-            f"{path}:{number}: is not a completion; the file is damaged, move it away or give another --cache"
-        ) from None
-    return parsed.prompt, Completion(parsed.ids, parsed.retokenized)
+        return None

@@ -1,4 +1,4 @@
-"""Greedy reference completions from a running server, as token ids.
+"""Completions from a running server, as token ids; greedy ones, unless a way to draw them is asked for.
 
 SGLang answers its native ``POST /generate``; every other server is asked through the OpenAI-compatible
 ``POST /v1/completions``. The first prompt finds out how the server gives token ids (the ways below, best first), the
@@ -21,9 +21,11 @@ from dflash.completion_store import Completion, CompletionStore
 from dflash.http_client import AbortedError, Http, LostError, ServerError, StatusError, each
 
 __all__ = [
+    "GREEDY",
     "Asker",
     "Completion",
     "CompletionStore",
+    "Sampling",
     "Server",
     "ServerError",
     "complete",
@@ -46,6 +48,34 @@ REFUSED = (400, 422)
 """What servers answer to a request whose form they do not take."""
 _TOKEN_ID = re.compile(r"token_id:([0-9]{1,18})")
 _HALF_PAIR = re.compile("[\ud800-\udfff]")  # half of a character that JSON writes as two escapes
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a server draws tokens: greedily at ``temperature`` 0; ``top_k`` −1 takes all tokens."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = -1
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """What a request says of it to SGLang and vLLM, which take what it leaves open from the model's files."""
+        if not self.temperature:
+            return {"temperature": 0.0}
+        return {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k, "min_p": 0.0}
+
+    @property
+    def plain_body(self) -> dict[str, Any]:
+        """The same in OpenAI's fields alone, as far as these go; a server that knows no others shall say so."""
+        return {
+            key: value
+            for key, value in self.body.items()
+            if key in ("temperature", "top_p") or (key == "top_k" and value != -1)
+        }
+
+
+GREEDY = Sampling()
 
 
 @dataclass(frozen=True)
@@ -75,7 +105,12 @@ def connect(url: str, model: str | None = None) -> Server:
 
 
 def completion_settings(
-    server: Server, *, max_new_tokens: int, ignore_eos: bool, tokenizer: str | None = None
+    server: Server,
+    *,
+    max_new_tokens: int,
+    ignore_eos: bool,
+    tokenizer: str | None = None,
+    sampling: Sampling = GREEDY,
 ) -> dict[str, Any]:
     """What completions depend on besides the prompt, for :meth:`CompletionStore.open`; not where the server is.
 
@@ -88,6 +123,7 @@ def completion_settings(
         "max_new_tokens": max_new_tokens,
         "ignore_eos": ignore_eos,
         "tokenizer": tokenizer,
+        **({} if sampling == GREEDY else {"sampling": sampling.body}),
     }
 
 
@@ -150,16 +186,22 @@ def until_end(ids: list[int], eos_token_ids: frozenset[int]) -> list[int]:
 
 
 class Asker:
-    """Asks a server for greedy completions in the way that the first answer showed to work."""
+    """Asks a server for completions in the way that the first answer showed to work."""
 
     def __init__(
-        self, http: Http, server: Server, max_new_tokens: int, ignore_eos: bool, tokenizer: Any = None
+        self,
+        http: Http,
+        server: Server,
+        max_new_tokens: int,
+        ignore_eos: bool,
+        tokenizer: Any = None,
+        sampling: Sampling = GREEDY,
     ) -> None:
         self._http = http
         self._server = server
         self._max_new_tokens = max_new_tokens
         self._ways = (_sglang_ways if server.kind == "sglang" else _openai_ways)(
-            server, max_new_tokens, ignore_eos, tokenizer
+            server, max_new_tokens, ignore_eos, tokenizer, sampling
         )
         self._takes_text = tokenizer is not None
         self._way: _Way | None = None
@@ -252,15 +294,17 @@ class _Way:
     read: Callable[[Sequence[int], Any], Completion | None]
 
 
-def _sglang_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenizer: Any) -> list[_Way]:
+def _sglang_ways(
+    server: Server, max_new_tokens: int, ignore_eos: bool, tokenizer: Any, sampling: Sampling
+) -> list[_Way]:
     """``output_ids`` came with SGLang 0.5; before it the ids are in the log probabilities, when those are asked for.
 
     Field names: python/sglang/srt/managers/tokenizer_manager.py of sgl-project/sglang.
     """
-    sampling = {"temperature": 0.0, "max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos} | NO_PENALTIES
+    params = sampling.body | {"max_new_tokens": max_new_tokens, "ignore_eos": ignore_eos} | NO_PENALTIES
 
     def body(prompt: Sequence[int]) -> dict[str, Any]:
-        return {"input_ids": list(prompt), "sampling_params": sampling}
+        return {"input_ids": list(prompt), "sampling_params": params}
 
     def count(reply: Any) -> Any:
         return at(reply, "meta_info", "completion_tokens")
@@ -295,7 +339,9 @@ def _sglang_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenize
     return ways
 
 
-def _openai_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenizer: Any) -> list[_Way]:
+def _openai_ways(
+    server: Server, max_new_tokens: int, ignore_eos: bool, tokenizer: Any, sampling: Sampling
+) -> list[_Way]:
     """vLLM gives ``token_ids`` since 0.10.2, and before it ids in place of the text of log probabilities.
 
     Field names: vllm/entrypoints/openai/completion/protocol.py of vllm-project/vllm. ``transformers serve`` takes a
@@ -305,11 +351,11 @@ def _openai_ways(server: Server, max_new_tokens: int, ignore_eos: bool, tokenize
 
     def plain(prompt: list[int] | str) -> dict[str, Any]:
         # transformers serve makes a repetition penalty of the frequency penalty, and takes the model's without one
-        greedy = {"temperature": 0.0, "frequency_penalty": 0.0}
-        return {"model": server.model, "prompt": prompt, "max_tokens": max_new_tokens} | greedy
+        drawn = sampling.plain_body | {"frequency_penalty": 0.0}
+        return {"model": server.model, "prompt": prompt, "max_tokens": max_new_tokens} | drawn
 
     def extended(prompt: Sequence[int]) -> dict[str, Any]:
-        return plain(list(prompt)) | NO_PENALTIES | {"ignore_eos": ignore_eos}
+        return plain(list(prompt)) | sampling.body | NO_PENALTIES | {"ignore_eos": ignore_eos}
 
     def text(prompt: Sequence[int], reply: Any) -> Completion | None:
         return _from_text(prompt, at(reply, "choices", 0, "text"), tokenizer)

@@ -1,0 +1,174 @@
+"""What a line of training data may be: exact token ids, a chat, or a prompt and its response. Imports no torch.
+
+Of a line with several of these the ids count before the chat, and the chat before the pair; other keys are somebody
+else's and left alone.
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+
+from dflash.errors import DFlashError, UsageError
+
+
+class DataError(DFlashError):
+    """Training data cannot be read, or has a line that is none; the message names the file and the line."""
+
+
+class Turn(BaseModel):
+    """One turn of a chat; ``reasoning_content`` is a thought kept apart from what was said."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Literal["system", "user", "assistant", "tool"]
+    content: str
+    reasoning_content: str | None = None
+
+
+class ExactIds(BaseModel):
+    """A prompt and what the target wrote behind it, as the tokens that the target read and wrote.
+
+    ``response`` is the same as text, ``thinking`` the mode it was asked in, where a chat was; ``retokenized`` when the
+    server gave text only and the ids are the tokenizer's reading of it.
+    """
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt_ids: list[NonNegativeInt]
+    response_ids: list[NonNegativeInt]
+    response: str | None = None
+    thinking: bool | None = None
+    retokenized: bool = False
+
+
+class Chat(BaseModel):
+    """A chat for the target's own template."""
+
+    model_config = ConfigDict(frozen=True)
+
+    messages: list[Turn] = Field(min_length=1)
+
+
+class Pair(BaseModel):
+    """A raw text and its continuation, without a template."""
+
+    model_config = ConfigDict(frozen=True)
+
+    prompt: str = Field(min_length=1)
+    response: str
+
+
+Line = ExactIds | Chat | Pair
+KINDS: tuple[tuple[tuple[str, ...], type[Line]], ...] = (
+    (("prompt_ids", "response_ids"), ExactIds),
+    (("messages",), Chat),
+    (("prompt", "response"), Pair),
+)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A file or a data set: ``digest`` is of all that is in it, ``read`` gives its lines with their places.
+
+    ``size`` is in bytes for a file, in rows for a data set; ``read`` calls back with how much of it is read.
+    """
+
+    name: str
+    digest: str
+    size: int
+    read: Callable[[Callable[[int], None]], Iterator[tuple[str, Line]]]
+
+
+def file_source(path: Path) -> Source:
+    """A file of JSON lines. Raises :class:`DataError`, from ``read`` as well."""
+
+    def read(done: Callable[[int], None]) -> Iterator[tuple[str, Line]]:
+        position = 0
+        with path.open("rb") as lines:  # cuts at line feeds alone; JSON may hold U+2028
+            for number, line in enumerate(lines, start=1):
+                position += len(line)
+                done(position)
+                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                if line.strip():
+                    yield f"{path}:{number}", parse(_object(line, f"{path}:{number}"), f"{path}:{number}")
+
+    try:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            size = os.fstat(file.fileno()).st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from None
+    return Source(str(path), digest, size, read)
+
+
+def dataset_source(name: str, split: str) -> Source:
+    """A Hugging Face data set by ``name``, ``name:config``, or the path of a local one.
+
+    Raises :class:`DataError`, from ``read`` as well, and :class:`UsageError` where ``datasets`` is not installed.
+    """
+    try:
+        from datasets import load_dataset  # type: ignore[import-untyped,import-not-found,unused-ignore]
+    except ImportError:
+        raise UsageError(
+            f"data.datasets names {name}, and the package datasets is not installed; pip install datasets, or give "
+            f"data.files"
+        ) from None
+    repository, _, config = name.partition(":")
+    try:
+        rows: Any = load_dataset(repository, config or None, split=split)
+    except Exception as error:  # hub, network, pyarrow and the builders share no base class
+        said = " ".join(str(error).split())[:300]
+        raise DataError(f"data set {name}, split {split}: cannot be loaded ({said}); give a local file") from None
+
+    def read(done: Callable[[int], None]) -> Iterator[tuple[str, Line]]:
+        for number, row in enumerate(rows):
+            done(number + 1)
+            yield f"{name}[{number}]", parse(row, f"{name}[{number}]")
+
+    return Source(name, str(rows._fingerprint), len(rows), read)
+
+
+def parse(raw: dict[str, Any], place: str) -> Line:
+    """The line that ``raw`` is. Raises :class:`DataError` that names ``place`` and the key at fault.
+
+    A key whose value is null counts as absent: tables have every column in every row.
+    """
+    raw = _without_nulls(raw)
+    kind = next((kind for keys, kind in KINDS if all(key in raw for key in keys)), None)
+    if kind is None:
+        raise DataError(
+            f"{place}: has {', '.join(sorted(map(str, raw))[:8]) or 'no key'}; expected messages, or prompt and "
+            f"response, or prompt_ids and response_ids"
+        )
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors()[0]
+        key = ".".join(str(part) for part in first["loc"])
+        raise DataError(f"{place}: {key}: {first['msg']}") from None
+
+
+def _object(line: bytes, place: str) -> dict[str, Any]:
+    try:
+        raw = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: is not JSON ({error})") from None
+    if not isinstance(raw, dict):
+        raise DataError(f"{place}: is no JSON object; expected messages, prompt and response, or token ids")
+    return raw
+
+
+def _without_nulls(raw: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: value for key, value in raw.items() if value is not None}
+    if isinstance(kept.get("messages"), list):
+        kept["messages"] = [
+            {key: value for key, value in turn.items() if value is not None} if isinstance(turn, dict) else turn
+            for turn in kept["messages"]
+        ]
+    return kept
