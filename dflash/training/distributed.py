@@ -4,7 +4,7 @@ torchrun says who they are, on one machine or, through its rendezvous, on severa
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -17,13 +17,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from dflash.errors import UsageError
+from dflash.errors import DFlashError, UsageError, one_line
 from dflash.training.run_config import ParallelSection
 
 PATIENCE = timedelta(hours=6)
 """How long a rank waits for another: rank 0 tokenises the data, writes checkpoints and measures τ alone."""
 
 Value = TypeVar("Value")
+
+
+class ElsewhereError(DFlashError):
+    """Another rank failed in what this one waited for; it says itself how."""
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Ranks:
     rank: int
     world: int
     device: torch.device
+    local: int = 0
+    """Its number among the ranks of its machine."""
 
     @classmethod
     @contextmanager
@@ -49,7 +55,7 @@ class Ranks:
         backend = "cpu:gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=PATIENCE)
         try:
-            yield cls(rank=rank, world=world, device=chosen)
+            yield cls(rank=rank, world=world, device=chosen, local=_local_rank())
         finally:
             dist.destroy_process_group()
 
@@ -79,9 +85,31 @@ class Ranks:
         shared: Value = box[0]
         return shared
 
-    def wait(self) -> None:
-        """Until every rank is here."""
-        self.share(None)
+    def first(self, work: Callable[[], Value]) -> Value | None:
+        """What ``work`` returns on rank 0, which alone does it; None on the others, which wait.
+
+        An error of rank 0 ends the others as well, with :class:`ElsewhereError`.
+        """
+        result, error = _attempted(work) if self.main else (None, None)
+        self._raise_of(0, error)
+        return result
+
+    def in_turn(self, work: Callable[[], Value]) -> Value:
+        """What ``work`` returns: first on one rank of each machine, then on the others, which find it done."""
+        result, error = _attempted(work) if self.local == 0 else (None, None)
+        for rank in range(self.world):
+            self._raise_of(rank, error)
+        return work() if result is None else result
+
+    def _raise_of(self, rank: int, error: Exception | None) -> None:
+        """Raise rank ``rank``'s ``error`` there, and elsewhere that there was one."""
+        if self.world > 1:
+            box = [None if error is None else one_line(str(error))]
+            dist.broadcast_object_list(box, src=rank)
+            if self.rank != rank and box[0] is not None:
+                raise ElsewhereError(f"rank {rank} failed: {box[0]}")
+        if self.rank == rank and error is not None:
+            raise error
 
 
 def wrap(model: nn.Module, section: ParallelSection, ranks: Ranks) -> nn.Module:
@@ -117,7 +145,7 @@ def synchronised(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
 
 
 def _device(name: str, world: int) -> torch.device:
-    local = int(os.environ.get("LOCAL_RANK", "0"))
+    local = _local_rank()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(name)
@@ -130,3 +158,14 @@ def _device(name: str, world: int) -> torch.device:
     chosen = torch.device("cuda", local if device.index is None else device.index)
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _local_rank() -> int:
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
+def _attempted(work: Callable[[], Value]) -> tuple[Value | None, Exception | None]:
+    try:
+        return work(), None
+    except Exception as error:  # whatever it is, the others must not wait for what will not come
+        return None, error

@@ -30,14 +30,16 @@ class TrainingStateError(DFlashError):
 class Progress:
     """How far a run is. Rows, anchors and noise of a step follow from its number and the seed.
 
-    ``step`` counts the steps taken, the ``skipped`` ones without a supervised slot among them. ``epoch`` and ``row``
-    say where in the data that is: ``row`` rows of the epoch are done.
+    ``step`` counts the steps taken, the ``skipped`` ones without a supervised slot among them, ``anchorless`` the rows
+    in which no block could be drawn. ``epoch`` and ``row`` say where in the data that is: ``row`` rows of the epoch are
+    done.
     """
 
-    step: int
-    skipped: int
-    epoch: int
-    row: int
+    step: int = 0
+    skipped: int = 0
+    anchorless: int = 0
+    epoch: int = 0
+    row: int = 0
 
 
 @dataclass(frozen=True)
@@ -81,19 +83,26 @@ class TrainingState:
             **about,
         )
 
-    def restore(self, drafter: nn.Module, optimizer: Optimizer) -> None:
-        """Put masters and optimizer state back, onto the devices and in the shards that ``drafter`` has now."""
+    def restore_weights(self, drafter: nn.Module) -> None:
+        """Put the masters into ``drafter``, before it is wrapped. Raises :class:`TrainingStateError`."""
         named = dict(drafter.named_parameters())
         if strange := sorted(set(named) ^ set(self.masters)):
             raise TrainingStateError(f"the training state and the drafter do not share {strange[0]}")
         with torch.no_grad():
             for name, parameter in named.items():
-                parameter.copy_(_as(self.masters[name], parameter))
-                kept = self.optimizer.get(name, {})
+                parameter.copy_(self.masters[name])
+
+    def restore_optimizer(self, drafter: nn.Module, optimizer: Optimizer) -> None:
+        """Put its state into ``optimizer``, on the devices and in the shards that ``drafter`` has, wrapped by now.
+
+        The random state of torch as well, though nothing here draws from it.
+        """
+        for name, parameter in drafter.named_parameters():
+            if name in self.optimizer:
                 # AdamW counts its steps on the CPU unless it is fused; a scalar is no shard of anything
                 optimizer.state[parameter] = {
-                    key: _as(value, parameter) if value.ndim else _counter(value, optimizer, parameter)
-                    for key, value in kept.items()
+                    key: _like(value, parameter) if value.ndim else _counter(value, optimizer, parameter)
+                    for key, value in self.optimizer[name].items()
                 }
         torch.set_rng_state(self.rng)
 
@@ -159,7 +168,7 @@ def _whole(tensor: Tensor) -> Tensor:
     return _gathered(tensor.detach()).cpu().clone()
 
 
-def _as(tensor: Tensor, like: Tensor) -> Tensor:
+def _like(tensor: Tensor, like: Tensor) -> Tensor:
     """A copy of ``tensor`` where and in the shards in which ``like`` lies."""
     copy = tensor.to(like.device, copy=True)
     return distribute_tensor(copy, like.device_mesh, like.placements) if isinstance(like, DTensor) else copy

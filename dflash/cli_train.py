@@ -1,0 +1,30 @@
+"""``dflash train``: a drafter from a config, from where it was left if it was begun."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from dflash.cli_options import JsonOption
+
+
+def train(
+    config: Annotated[Path, typer.Option(help="the run, as YAML", dir_okay=False)],
+    as_json: JsonOption = False,
+) -> None:
+    """Train a drafter; the same command goes on from the last checkpoint, SIGTERM saves one and ends with code 0.
+
+    On several GPUs: torchrun --nproc-per-node N -m dflash train --config FILE.
+    """
+    from dflash.training.run_config import RunConfig
+
+    run = RunConfig.read(config)
+
+    from transformers.utils.logging import disable_progress_bar
+
+    from dflash.training.trainer import train as train_run
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
+    outcome = train_run(run)
+    if outcome is not None:
+        print(outcome.model_dump_json(indent=1) if as_json else outcome.headline())

@@ -1,0 +1,400 @@
+"""``dflash train``: prepare, check, go on from where a run was left, then step by step to its end.
+
+A step is :meth:`dflash.training.step.Steps.take`; what happens between steps stands here: logging, measuring τ,
+writing checkpoints, and ending well. All ranks walk through this together; rank 0 alone writes, prints and measures.
+"""
+
+import json
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from pydantic import BaseModel, ConfigDict
+from safetensors.torch import save_file
+
+from dflash.drafter import Drafter
+from dflash.errors import DFlashError
+from dflash.manifest import CONFIG, DRAFTER, seal
+from dflash.training import checkpointing
+from dflash.training.checkpointing import STATE, DiskFullError
+from dflash.training.distributed import Ranks, wrap
+from dflash.training.metric_log import MetricLog
+from dflash.training.optimizer import adamw, learning_rate
+from dflash.training.order import Order
+from dflash.training.preflight import preflight_checks, require, stated_recipe
+from dflash.training.preparation import PHASES, Prepared, prepare
+from dflash.training.recording import record
+from dflash.training.resume import ResumeError, require_same_run
+from dflash.training.run_config import RunConfig
+from dflash.training.step import Figures, MicroBatch, NotFiniteError, Steps
+from dflash.training.stop import Stop, Stopped
+from dflash.training.training_state import Progress, TrainingState, read_state, whole_weights, write_state
+from dflash.training.validation import Truth
+from dflash.training.voice import Voice
+
+NOT_FINITE = "not_finite"
+"""Beside the checkpoints: batches whose loss was NaN, with the weights that made it so."""
+
+
+class NotFiniteRunError(DFlashError):
+    """The loss or its gradient was NaN or infinite; the batch is kept for replay."""
+
+
+class Outcome(BaseModel):
+    """How a run ended. ``stopped``: it was asked to, before its last step."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    step: int
+    total: int
+    stopped: bool
+    skipped: int
+    checkpoint: str | None
+    best: str | None
+    tau: float | None
+
+    def headline(self) -> str:
+        ended = "stopped at" if self.stopped else "done:"
+        told = [f"{ended} step {self.step} of {self.total}"]
+        told += [f"last checkpoint {self.checkpoint}"] if self.checkpoint else []
+        told += [f"best τ {self.tau:.2f} in {self.best}"] if self.best and self.tau is not None else []
+        return "; ".join(told)
+
+
+def train(config: RunConfig) -> Outcome:
+    """Run ``config`` to its end, or until SIGTERM; goes on from the newest whole checkpoint of its output.
+
+    Raises a :class:`DFlashError` for whatever stops it: a failed check, a loss that is not finite, a full disk.
+    """
+    with Stop.on_sigterm() as stop, Ranks.joined(config.target.device) as ranks:
+        voice = Voice(PHASES, heard=ranks.main)
+        try:
+            with stop.at_once():
+                run = _Run.ready(prepare(config, ranks, voice), voice, stop)
+        except Stopped:
+            voice.say("asked to stop before the first step; nothing was begun")
+            return Outcome(step=0, total=0, stopped=True, skipped=0, checkpoint=None, best=None, tau=None)
+        try:
+            return run.to_the_end()
+        finally:
+            run.close()
+
+
+class _Run:
+    """A run under way: ``progress`` is where it is, ``best`` the highest τ that a checkpoint of it was measured at."""
+
+    def __init__(
+        self, prepared: Prepared, steps: Steps, progress: Progress, log: MetricLog | None, voice: Voice, stop: Stop
+    ) -> None:
+        self.prepared, self.config, self.ranks = prepared, prepared.config, prepared.ranks
+        self.steps, self.progress, self.log, self.voice, self.stop = steps, progress, log, voice, stop
+        self.stopped = False
+        self._clock = time.monotonic()
+
+    @classmethod
+    def ready(cls, prepared: Prepared, voice: Voice, stop: Stop) -> Self:
+        """Check ``prepared``, and put it where its output was left."""
+        config, ranks, model = prepared.config, prepared.ranks, prepared.model
+        state = _left_off(prepared, voice)
+        if state is not None:
+            state.restore_weights(model.drafter)
+        section = config.optimizer
+        order = Order(len(prepared.rows), section.rows, section.accumulate, config.seed, ranks.rank, ranks.world)
+        steps = Steps(
+            config=config,
+            drafter=prepared.drafter_config,
+            recipe=prepared.recipe,
+            samples=prepared.samples,
+            rows=prepared.rows,
+            source=prepared.source,
+            vocabulary=prepared.vocabulary,
+            model=model,
+            optimizer=adamw(model, section),
+            order=order,
+            total=order.steps(section.num_epochs, section.max_steps),
+            ranks=ranks,
+        )
+        ranks.first(lambda: _preflight(prepared, steps, voice))
+        wrapped = wrap(model, config.parallel, ranks)
+        steps = replace(steps, model=wrapped, optimizer=adamw(wrapped, section))
+        if state is not None:
+            state.restore_optimizer(model.drafter, steps.optimizer)
+        progress = Progress() if state is None else state.progress
+        resumed_at = None if state is None else progress.step
+        log = ranks.first(lambda: MetricLog.open(config.output, config.tracking, run=config, resumed_at=resumed_at))
+        return cls(prepared, steps, progress, log, voice, stop)
+
+    def to_the_end(self) -> Outcome:
+        """Every step that is left, with what is due between them."""
+        checkpoints, evaluation = self.config.checkpoints, self.config.evaluation
+        saved: int | None = self.progress.step or None
+        while self.progress.step < self.steps.total and not self.stopped:
+            figures, batch = self._step()
+            step, last = self.progress.step, self.progress.step == self.steps.total
+            self.stopped = figures.stop and not last
+            truth = None
+            if evaluation is not None and not self.stopped and (last or step % evaluation.eval_interval == 0):
+                truth = self._measured()
+            due = last or self.stopped or step % checkpoints.save_interval == 0
+            if due or self._is_best(truth):
+                saved = step if self._saved(batch, truth, must=last or self.stopped) else saved
+        return self._outcome(saved)
+
+    def close(self) -> None:
+        if self.log is not None:
+            self.log.close()
+
+    def _step(self) -> tuple[Figures, MicroBatch]:
+        number, order = self.progress.step, self.steps.order
+        try:
+            figures, batch = self.steps.take(number, stop=self.stop.asked)
+        except NotFiniteError as error:
+            raise self._kept_for_replay(error) from None
+        done = number + 1
+        self.progress = Progress(
+            step=done,
+            skipped=self.progress.skipped + figures.skipped,
+            anchorless=self.progress.anchorless + figures.anchorless,
+            epoch=order.epoch(done),
+            row=min(done % order.steps_per_epoch * order.rows_per_step, order.total),
+        )
+        if done % self.config.tracking.log_interval == 0 or done == self.steps.total or figures.stop:
+            self._logged(figures)
+        return figures, batch
+
+    def _logged(self, figures: Figures) -> None:
+        now, step = time.monotonic(), self.progress.step
+        values = figures.values() | {
+            "epoch": step / self.steps.order.steps_per_epoch,
+            "skipped": float(self.progress.skipped),
+            "anchorless": float(self.progress.anchorless),
+            "seconds": now - self._clock,
+        }
+        self._clock = now
+        if self.log is not None:
+            self.log.write(step, values, "train")
+        shown = (("loss", "loss"), ("accuracy", "accuracy"), ("streak1", "streak"), ("learning_rate", "rate"))
+        told = [f"{word} {values[name]:.4g}" for name, word in shown if name in values]
+        told += ["nothing supervised, no update"] if figures.skipped else []
+        self.voice.say(f"step {step}/{self.steps.total}: {', '.join(told)}")
+
+    def _measured(self) -> Truth | None:
+        """The walk's τ now; None on other ranks than 0, and where it was asked to stop meanwhile."""
+        drafter, step, held_out = self._drafter(), self.progress.step, self.prepared.held_out
+
+        def measure() -> Truth | None:
+            assert held_out is not None
+            assert drafter is not None
+            try:
+                with self.stop.at_once(), self.voice.alone(f"measuring τ after step {step}") as progress:
+                    return held_out.measure(drafter, self.prepared.vocabulary, progress=progress)
+            except Stopped:
+                self.voice.say("asked to stop; τ is left unmeasured")
+                return None
+
+        truth = self.ranks.first(measure)
+        self.stopped = self.ranks.any(self.stop.asked)
+        if truth is not None and self.log is not None:
+            self.log.write(step, truth.values(), "eval")
+            self.voice.say(f"step {step}/{self.steps.total}: τ {truth.tau_pooled:.3f}")
+        self._clock = time.monotonic()
+        return truth
+
+    def _is_best(self, truth: Truth | None) -> bool:
+        """Whether the checkpoint of this step would be the best so far; the same answer on every rank."""
+        if not self.config.checkpoints.keep_best:
+            return False
+        highest = checkpointing.best(self.config.output) if truth is not None else None
+        tau = None if highest is None else checkpointing.tau_of(highest.manifest)
+        return self.ranks.share(truth is not None and (tau is None or truth.tau_pooled > tau))
+
+    def _saved(self, batch: MicroBatch, truth: Truth | None, *, must: bool) -> bool:
+        """Write the checkpoint of this step and remove those that are not kept; False where the disk is full.
+
+        A full disk ends the run unless the config says to go on, and always where nothing comes after (``must``).
+        """
+        step, prepared = self.progress.step, self.prepared
+        state = TrainingState.gather(
+            prepared.model.drafter,
+            self.steps.optimizer,
+            progress=self.progress,
+            identity=prepared.identity,
+            run=self.config,
+            learning_rate=learning_rate(self.config.optimizer, step, self.steps.total),
+            total_steps=self.steps.total,
+        )
+        drafter = self._drafter()
+
+        def fill(directory: Path) -> Mapping[str, Any]:
+            assert drafter is not None
+            write_drafter(directory, drafter, prepared.raw_config)
+            write_state(directory / STATE, state)
+            return self._recorded(directory, drafter, batch, truth)
+
+        def write() -> bool:
+            try:
+                path = checkpointing.save(self.config.output, step, fill, recipe=self._recipe())
+            except DiskFullError as error:
+                if must or self.config.checkpoints.on_full_disk == "stop":
+                    raise
+                self.voice.warn(f"{error}; going on without it")
+                return False
+            self.voice.say(f"step {step}/{self.steps.total}: saved {path}")
+            for removed in checkpointing.retain(self.config.output, self.config.checkpoints):
+                self.voice.say(f"      removed {removed}")
+            return True
+
+        saved = self.ranks.share(self.ranks.first(write))
+        self._clock = time.monotonic()
+        return bool(saved)
+
+    def _recorded(
+        self, directory: Path, drafter: Drafter, batch: MicroBatch, truth: Truth | None
+    ) -> dict[str, float | str]:
+        """Write probe and replay, and return what the manifest says."""
+        prepared = self.prepared
+        figures = record(
+            directory,
+            drafter=drafter,
+            vocabulary=prepared.vocabulary,
+            target=prepared.facts,
+            features=batch.features,
+            blocks=batch.blocks,
+            recipe=prepared.recipe,
+            soft=None,
+            probe=prepared.probe,
+        )
+        measured = {} if truth is None else {"tau": truth.tau_pooled, "tau_macro": truth.tau_macro}
+        return {**figures, **measured, "kernel": prepared.facts.kernel, "data_sha256": prepared.identity.data}
+
+    def _kept_for_replay(self, error: NotFiniteError) -> DFlashError:
+        """Keep the micro-batches at fault beside the weights that made them so, in a checkpoint's layout."""
+        drafter = self._drafter(everywhere=True)
+        assert drafter is not None
+        batches = list(self.steps.order.micro_batches(error.number))
+        paths = []
+        for place in error.places:
+            batch = self.steps.micro_batch(error.number, batches[place])
+            name = f"step_{error.number + 1}_rank_{self.ranks.rank}_batch_{place}"
+            paths.append(self._write_not_finite(name, drafter, batch, error))
+        kept = (
+            f"its batch and the weights before it are in {', '.join(map(str, paths))}" if paths else "on another rank"
+        )
+        return NotFiniteRunError(
+            f"{error}; nothing was updated. {kept[0].upper()}{kept[1:]}, laid out as a checkpoint: dflash inspect and "
+            f"dflash doctor read it. The same command goes on from the last checkpoint and meets the same batch; a "
+            f"lower learning rate or other data is another run"
+        )
+
+    def _write_not_finite(self, name: str, drafter: Drafter, batch: MicroBatch, error: NotFiniteError) -> Path:
+        directory = self.config.output / NOT_FINITE / name
+        directory.mkdir(parents=True, exist_ok=True)
+        write_drafter(directory, drafter, self.prepared.raw_config)
+        figures = self._recorded(directory, drafter, batch, None)
+        said = {key: value for key, value in figures.items() if isinstance(value, str) or math.isfinite(value)}
+        about = {
+            "what": error.what,
+            "samples": batch.features.samples,
+            "epoch": self.steps.order.epoch(error.number),
+            "seed": self.config.seed,
+            "noise": self.config.objective.noise,
+        }
+        seal(directory, step=error.number, metrics=said | {"not_finite": about}, recipe=self._recipe())
+        return directory
+
+    def _drafter(self, *, everywhere: bool = False) -> Drafter | None:
+        """The drafter as its checkpoint will be read, in the dtype it is saved in; rank 0's unless ``everywhere``."""
+        weights = whole_weights(self.prepared.model.drafter)
+        if not (self.ranks.main or everywhere):
+            return None
+        with torch.device("meta"):
+            drafter = Drafter(self.prepared.drafter_config)
+        dtype = getattr(torch, self.config.drafter.dtype)
+        drafter.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
+        return drafter.requires_grad_(False).train(False)
+
+    def _recipe(self) -> dict[str, Any]:
+        return stated_recipe(self.prepared.recipe, self.prepared.drafter_config)
+
+    def _outcome(self, saved: int | None) -> Outcome:
+        output = self.config.output
+        best = checkpointing.best(output) if self.ranks.main else None
+        return Outcome(
+            step=self.progress.step,
+            total=self.steps.total,
+            stopped=self.stopped,
+            skipped=self.progress.skipped,
+            checkpoint=None if saved is None else str(output / f"step_{saved}"),
+            best=None if best is None else str(best.path),
+            tau=None if best is None else checkpointing.tau_of(best.manifest),
+        )
+
+
+def write_drafter(directory: Path, drafter: Drafter, raw_config: Mapping[str, Any]) -> None:
+    """``drafter.safetensors`` and ``config.json`` in z-lab's layout, the config as it was given but for the dtype."""
+    weights = {name: weight.detach().cpu().contiguous() for name, weight in drafter.state_dict().items()}
+    save_file(weights, directory / DRAFTER, metadata={"format": "pt"})
+    dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
+    text = json.dumps({**raw_config, "dtype": dtype}, indent=2)
+    (directory / CONFIG).write_text(f"{text}\n", encoding="utf-8")
+
+
+def _left_off(prepared: Prepared, voice: Voice) -> TrainingState | None:
+    """The state to go on from; None for a new run. Raises :class:`ResumeError` where that would mix two runs."""
+    config, ranks = prepared.config, prepared.ranks
+    path = ranks.share(ranks.first(lambda: _to_go_on_from(config, voice)))
+    if path is None:
+        return None
+    state = read_state(path / STATE)
+    notes = require_same_run(
+        state.run, config, identity_then=state.identity, identity_now=prepared.identity, source=str(path)
+    )
+    voice.say(f"going on from {path}")
+    for note in notes:
+        voice.say(f"      {note}")
+    return state
+
+
+def _to_go_on_from(config: RunConfig, voice: Voice) -> Path | None:
+    output = config.output
+    checkpointing.remove_partial(output)
+    there = checkpointing.steps_of(output)
+    if not there:
+        return None
+    if config.checkpoints.resume == "never":
+        raise ResumeError(
+            f"{output} holds checkpoints up to step {there[-1]}, and checkpoints.resume is never; choose another "
+            f"output, or say auto to go on"
+        )
+    whole = checkpointing.newest_whole(output, warn=voice.warn)
+    if whole is None:
+        raise ResumeError(
+            f"{output} holds checkpoints up to step {there[-1]}, and none of them is whole; remove them to begin anew"
+        )
+    return whole.path
+
+
+def _preflight(prepared: Prepared, steps: Steps, voice: Voice) -> None:
+    """Say what is going to be done, and whether it would be done rightly."""
+    config = prepared.config
+    first = next(steps.order.micro_batches(0))
+    found = preflight_checks(
+        model=prepared.model,
+        vocabulary=prepared.vocabulary,
+        target=prepared.target,
+        facts=prepared.facts,
+        source=prepared.source,
+        rows=[[prepared.samples[index] for index in prepared.rows[place.row]] for place in first],
+        recipe=prepared.recipe,
+        max_length=config.data.max_length,
+        noise=config.objective.noise,
+        chunk_tokens=config.objective.chunk_tokens,
+        seed=config.seed,
+    )
+    for check in found:
+        voice.say(f"      {check.status:8} {check.name}")
+    require(found, config.preflight.allow)
