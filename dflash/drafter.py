@@ -5,8 +5,9 @@ The target's taps are fused once into a context that every layer attends to; a b
 and are never part of this module. Numbers follow z-lab's ``dflash/model.py``.
 """
 
-from collections.abc import Sequence
-from typing import cast
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -115,12 +116,15 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
     # Without compilation flex attention computes all scores, which serves to compare masks and nothing else.
-    flex = _compiled_flex_attention if queries.is_cuda else flex_attention
+    flex = _compiled_flex_attention() if queries.is_cuda and not torch.compiler.is_compiling() else flex_attention
     mixed: Tensor = flex(queries, keys, values, block_mask=mask, enable_gqa=True)
     return mixed
 
 
-_compiled_flex_attention = torch.compile(flex_attention)
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """Made when it is first needed: the compiler takes seconds to import."""
+    return torch.compile(flex_attention)
 
 
 class MLP(nn.Module):

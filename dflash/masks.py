@@ -25,6 +25,7 @@ then the blocks themselves::
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -111,7 +112,7 @@ def flex_masks(
     rows, blocks = anchors.shape
     queries = blocks * config.block_size
     # Compiled, the predicate is evaluated tile by tile; otherwise the whole grid exists first, in 8-byte integers.
-    create = _compiled_create_block_mask if anchors.is_cuda else create_block_mask
+    create = _compiled_create_block_mask() if anchors.is_cuda else create_block_mask
     rules = layer_rules(config)
     masks = {
         rule: create(
@@ -127,4 +128,7 @@ def flex_masks(
     return tuple(masks[rule] for rule in rules)
 
 
-_compiled_create_block_mask = torch.compile(create_block_mask)
+@cache
+def _compiled_create_block_mask() -> Callable[..., BlockMask]:
+    """Made when it is first needed: the compiler takes seconds to import."""
+    return torch.compile(create_block_mask)

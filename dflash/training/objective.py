@@ -4,7 +4,8 @@ What is wrapped by DDP or FSDP is :class:`TrainingModel`. Its parameters are the
 and head are the target's, frozen, and stay outside.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +15,7 @@ from torch.func import functional_call
 from dflash.batch import Vocabulary
 from dflash.config import DrafterConfig
 from dflash.drafter import Drafter
-from dflash.masks import flex_masks, layer_masks
+from dflash.masks import Mask, flex_masks, layer_masks
 from dflash.training.batch import Features
 from dflash.training.blocks import Blocks, documents
 from dflash.training.randomness import generator
@@ -39,7 +40,7 @@ class TrainingModel(nn.Module):
         self.compute_dtype = compute_dtype
         self.attention = attention
         # In a tuple, which nn.Module does not look into: the drafter is registered once, under its own name.
-        self._pass = (_BlockPass(drafter, attention),)
+        self._pass = (_BlockPass(drafter),)
 
     def forward(self, taps: Tensor, blocks: Blocks, starts: Tensor, block_embeddings: Tensor) -> Tensor:
         """Hidden states [N, n, B-1, H] of slots 1 … B-1 for the target's head, in the compute dtype.
@@ -47,42 +48,53 @@ class TrainingModel(nn.Module):
         ``taps`` [N, S, K·H] with whatever noise was asked for; ``starts`` [N, S] as of
         :class:`~dflash.training.batch.Features`; ``block_embeddings`` [N, n·B, H] of :func:`block_embeddings`.
         """
+        config, length = self.drafter.config, taps.shape[1]
+        padding = -length % TILE if self.attention == "flex" else 0
+        masks_of = flex_masks if self.attention == "flex" else layer_masks
+        # A filler's anchor -1 is before every position: it sees its own slots and nothing else.
+        masks = masks_of(config, blocks.anchors, length + padding, blocks.starts)
+        context_positions = F.pad(torch.arange(length, device=taps.device) - starts, (0, padding))
+        slots = torch.arange(config.block_size, device=taps.device)
+        positions = (blocks.anchors.clamp(min=0) - blocks.starts)[..., None] + slots
         dtype = self.compute_dtype
-        inputs = (taps.to(dtype), blocks.anchors, blocks.starts, starts, block_embeddings.to(dtype))
-        if all(weight.dtype == dtype for weight in self.drafter.parameters()):
+        inputs = (taps.to(dtype), context_positions, block_embeddings.to(dtype), positions.flatten(1), masks)
+        hidden: Tensor = self._run(*inputs)
+        return hidden.view(*positions.shape, -1)[:, :, 1:]
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile the drafter's layers in place (``torch.compile``); masks are made outside, from the predicate."""
+        self._pass[0].compile(*args, **options)
+
+    def _run(self, *inputs: Any) -> Tensor:
+        weights = dict(self.drafter.named_parameters())
+        if all(weight.dtype == self.compute_dtype for weight in weights.values()):
             hidden: Tensor = self._pass[0](*inputs)
-            return hidden
-        weights = {f"drafter.{name}": weight.to(dtype) for name, weight in self.drafter.named_parameters()}
-        cast: Tensor = functional_call(self._pass[0], weights, inputs)
-        return cast
+        else:
+            cast = {f"drafter.{name}": weight.to(self.compute_dtype) for name, weight in weights.items()}
+            hidden = functional_call(self._pass[0], cast, inputs)
+        return hidden
 
 
 class _BlockPass(nn.Module):
     """The drafter over rows of blocks, as one module, so that it can be called with other weights than its own."""
 
-    def __init__(self, drafter: Drafter, attention: Literal["dense", "flex"]) -> None:
+    def __init__(self, drafter: Drafter) -> None:
         super().__init__()
         self.drafter = drafter
-        self.attention = attention
 
     def forward(
-        self, taps: Tensor, anchors: Tensor, anchor_starts: Tensor, starts: Tensor, block_embeddings: Tensor
+        self,
+        taps: Tensor,
+        context_positions: Tensor,
+        block_embeddings: Tensor,
+        positions: Tensor,
+        masks: Sequence[Mask],
     ) -> Tensor:
-        config = self.drafter.config
         context = self.drafter.project_context(taps)
-        context_positions = torch.arange(taps.shape[1], device=taps.device) - starts
-        if self.attention == "flex":
-            missing = -taps.shape[1] % TILE
-            context = F.pad(context, (0, 0, 0, missing))
-            context_positions = F.pad(context_positions, (0, missing))
-        masks_of = flex_masks if self.attention == "flex" else layer_masks
-        # A filler's anchor -1 is before every position: it sees its own slots and nothing else.
-        masks = masks_of(config, anchors, context.shape[1], anchor_starts)
-        slots = torch.arange(config.block_size, device=taps.device)
-        positions = (anchors.clamp(min=0) - anchor_starts)[..., None] + slots
+        context = F.pad(context, (0, 0, 0, context_positions.shape[1] - taps.shape[1]))
         kv = self.drafter.context_kv(context, context_positions)
-        hidden: Tensor = self.drafter(block_embeddings, positions.flatten(1), kv, masks)
-        return hidden.view(*anchors.shape, config.block_size, -1)[:, :, 1:]
+        hidden: Tensor = self.drafter(block_embeddings, positions, kv, masks)
+        return hidden
 
 
 @torch.no_grad()
