@@ -33,7 +33,21 @@ from dflash.training.batch import Features, FeatureSource, Sample
 from dflash.training.blocks import Blocks, blocks_at, documents, draw_blocks
 from dflash.training.head_loss import head_loss
 from dflash.training.objective import TrainingModel, block_embeddings, with_noise
+from dflash.training.plan import Plan, plan
 from dflash.training.recording import as_texts, picked
+
+__all__ = [
+    "CHECKS",
+    "Plan",
+    "PreflightError",
+    "Trial",
+    "UnknownCheckError",
+    "plan",
+    "preflight_checks",
+    "require",
+    "require_fit",
+    "stated_recipe",
+]
 
 BLOCKS = 16
 """Blocks of each row that are looked at."""
