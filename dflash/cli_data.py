@@ -7,6 +7,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
+from dflash import cli_features
 from dflash.cli_options import JsonOption, TargetOption, ThinkingOption, text, thinking_asked
 
 if TYPE_CHECKING:
@@ -77,3 +78,6 @@ def _show(written: "Regenerated") -> None:
             f"need not be what the target wrote",
         )
     Console(highlight=False).print(facts)
+
+
+app.command()(cli_features.features)

@@ -89,7 +89,7 @@ class StoredFeatures:
         self._places = [stored.index(layer) for layer in layer_ids]
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="features")
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="features-ahead")
-        self._pending: dict[_Key, Future[tuple[Layout, States]]] = {}
+        self._pending: dict[_Key, Future[States]] = {}
 
     @classmethod
     def open(
@@ -102,14 +102,15 @@ class StoredFeatures:
         device: torch.device | str,
         dtype: torch.dtype,
         target: Path | None = None,
+        kernel: str | None = None,
     ) -> Self:
         """Features of ``samples`` for ``device``. They must have been written in ``dtype``, the run's for its target.
 
-        The directory may hold more taps than asked for. With ``target``, its directory, they must be that target's.
-        Raises :class:`FeatureStoreError` that says what is other than asked for.
+        The directory may hold more taps than asked for. They must be of the target in the directory ``target``, made
+        with ``kernel``, where these are given: what a checkpoint's manifest will say of them. Raises :class:`FeatureStoreError` that says what is other than asked for.
         """
         reader = FeatureReader(directory)
-        _require_fit(reader.index, directory, samples, layer_ids, soft=soft, dtype=dtype, target=target)
+        _require_fit(reader.index, directory, samples, layer_ids, soft=soft, dtype=dtype, target=target, kernel=kernel)
         return cls(reader, layer_ids, soft=soft, device=torch.device(device), dtype=dtype)
 
     @property
@@ -119,18 +120,18 @@ class StoredFeatures:
 
     def features(self, rows: Sequence[Sequence[Sample]]) -> Features:
         """See :class:`dflash.training.batch.FeatureSource`. Raises :class:`FeatureStoreError`."""
-        pending = self._pending.pop(_key(rows), None)
-        layout, states = self._read(rows) if pending is None else pending.result()
+        layout, pending = lay_out(rows), self._pending.pop(_key(rows), None)
+        states = self._read(rows, layout) if pending is None else pending.result()
         return _features(layout, states, self._device)
 
     def prefetch(self, rows: Sequence[Sequence[Sample]]) -> None:
         """Begin to read ``rows``; the next :meth:`features` of the same rows waits for that."""
         if _key(rows) not in self._pending:
-            self._pending[_key(rows)] = self._ahead.submit(self._read, rows)
+            self._pending[_key(rows)] = self._ahead.submit(self._read, rows, lay_out(rows))
 
-    def _read(self, rows: Sequence[Sequence[Sample]]) -> tuple[Layout, States]:
+    def _read(self, rows: Sequence[Sequence[Sample]], layout: Layout) -> States:
         """In pinned memory where a GPU will copy it."""
-        layout, index = lay_out(rows), self.index
+        index = self.index
         pinned = self._device.type == "cuda"
 
         def empty(width: int) -> Tensor:
@@ -156,7 +157,7 @@ class StoredFeatures:
                 self._reader.read("hidden", document.index, hidden[row, start:end])
 
         list(self._readers.map(read, jobs))
-        return layout, States(self._selected(taps), hidden)
+        return States(self._selected(taps), hidden)
 
     def _require_ids(self, document: Sample) -> None:
         tokens = self._reader.tokens(document.index)
@@ -178,13 +179,15 @@ class StoredFeatures:
 
 @dataclass(frozen=True)
 class Written:
-    """What :func:`write_features` did: ``shards`` of ``total`` are there; the rest are other processes' in progress."""
+    """A directory of features as :func:`write_features` leaves it. ``already`` shards were there before."""
 
     index: FeatureIndex
-    shards: int
-    total: int
     already: int
-    """Of ``shards``, those that were there before."""
+    _writer: FeatureWriter
+
+    def missing(self) -> list[int]:
+        """Numbers of the shards that are not there: other processes have them in hand."""
+        return self._writer.missing()
 
 
 def write_features(
@@ -215,7 +218,7 @@ def write_features(
                 writer.write(number, _computed(target, samples, index, shard))
         done += shard.count
         progress(done, index.samples)
-    return Written(index, len(index.shards) - len(writer.missing()), len(index.shards), already)
+    return Written(index, already, writer)
 
 
 _Key = tuple[tuple[int, ...], ...]
@@ -248,6 +251,7 @@ def _require_fit(
     soft: bool,
     dtype: torch.dtype,
     target: Path | None,
+    kernel: str | None,
 ) -> None:
     absent = [layer for layer in layer_ids if layer not in index.layer_ids]
     asked = str(dtype).removeprefix("torch.")
@@ -260,6 +264,8 @@ def _require_fit(
         problem = "without the last hidden states, which this loss needs for its soft labels"
     elif index.dtype != asked:
         problem = f"in {index.dtype}, and target.dtype is {asked}"
+    elif kernel is not None and kernel != index.kernel:
+        problem = f"that the kernel {index.kernel} computed, and the run's is {kernel}"
     elif target is not None and index.target_fingerprint != fingerprint(target):
         problem = f"of another target than {target}, whose config.json or weights are not those it was written with"
     if problem:

@@ -47,7 +47,8 @@ def target_states(target: Target, layout: Layout, layer_ids: Sequence[int], *, s
 
         def keep(tap: int, output: Tensor, places: list[int] = places) -> None:
             for row, place in enumerate(places):
-                taps[place, : output.shape[1], tap * width : (tap + 1) * width].copy_(output[row])
+                end = layout.lengths[place]
+                taps[place, :end, tap * width : (tap + 1) * width].copy_(output[row, :end])
             if not soft and layer_ids[tap] == max(layer_ids):
                 raise _DeepestTapError
 
@@ -58,7 +59,8 @@ def target_states(target: Target, layout: Layout, layer_ids: Sequence[int], *, s
             continue
         if hidden is not None:
             for row, place in enumerate(places):
-                hidden[place, : last.shape[1]].copy_(last[row])
+                end = layout.lengths[place]
+                hidden[place, :end].copy_(last[row, :end])
     return States(taps, hidden)
 
 

@@ -1,0 +1,33 @@
+"""Samples of random tokens, for what does not care what a text says."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from dflash.training.batch import Sample
+
+
+@dataclass(frozen=True)
+class Documents:
+    """A sample set in memory."""
+
+    samples: list[Sample]
+    sha256: str = "of these documents"
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, index: int) -> Sample:
+        return self.samples[index]
+
+
+def documents(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> Documents:
+    """One document of each length; the first third of each is not the target's."""
+    drawn = torch.Generator().manual_seed(seed)
+    return Documents(
+        [
+            Sample(index, torch.randint(vocabulary, (length,), generator=drawn), torch.arange(length) >= length // 3)
+            for index, length in enumerate(lengths)
+        ]
+    )
