@@ -18,7 +18,7 @@ from dflash.errors import DFlashError
 from dflash.training.lines import Pair, Turn
 
 REWRITTEN = "the template rewrites the turn"
-OTHER_MODE = "the turn is not of this thinking mode"
+OTHER_MODE = "the template writes the turn otherwise than it asks for it in this thinking mode"
 NO_THOUGHT = "thinking is on and the turn has no thought"
 _EMPTY_THOUGHT = re.compile(r"\s*(<think>)?\s*</think>")
 

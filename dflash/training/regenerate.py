@@ -76,8 +76,7 @@ def regenerate(asked: Regeneration, phases: Phases) -> Regenerated:
     :class:`ServerError` that says how far it got, :class:`dflash.completion_store.CompletionStoreError` for completions
     that other settings made, and :class:`TargetMismatchError` for a token that the target does not have.
     """
-    if asked.output.exists():
-        raise OutputError(f"--output {asked.output} exists; choose another or remove it")
+    _require_free(asked.output)
     read = read_prompts(asked.prompts, limit=asked.num_prompts).prompts
     require_thinking(read, asked.thinking)
     prompts = [_open_ended(prompt) for prompt in read]
@@ -175,7 +174,8 @@ def _write(asked: Regeneration, texts: _Texts, store: CompletionStore, replaced:
             file.flush()
             os.fsync(descriptor)
         os.chmod(partial, 0o644)
-        os.link(partial, asked.output)  # unlike a rename, never over somebody else's file
+        _require_free(asked.output)  # the completions may have taken days
+        os.rename(partial, asked.output)
     except OSError as error:
         raise OutputError(
             f"--output {asked.output} could not be written ({error.strerror}); the completions are kept in {store.path}"
@@ -214,6 +214,11 @@ def _require_known(ids: Sequence[int], rows: int, asked: Regeneration) -> None:
             f"server {asked.server} wrote token {strange}, the target {asked.target} has {rows} rows; does it serve "
             f"this model?"
         )
+
+
+def _require_free(output: Path) -> None:
+    if output.exists():
+        raise OutputError(f"--output {output} exists; choose another or remove it")
 
 
 def require_sampling(sampling: Sampling) -> None:
