@@ -81,7 +81,7 @@ class WeightsAndBiases:
 
     @classmethod
     def open(cls, output: Path, project: str, run: RunConfig, ids: dict[str, str]) -> Self:
-        wandb = _package("wandb", "tracking.wandb", "tracking")
+        wandb = _package("wandb", "tracking.wandb", "wandb")
         try:
             started = wandb.init(
                 project=project,
@@ -116,7 +116,7 @@ class MLflow:
 
     @classmethod
     def open(cls, experiment: str, run: RunConfig, ids: dict[str, str]) -> Self:
-        mlflow = _package("mlflow", "tracking.mlflow", "tracking")
+        mlflow = _package("mlflow", "tracking.mlflow", "mlflow")
         try:
             client = mlflow.MlflowClient()
             if "mlflow" not in ids:
