@@ -17,7 +17,7 @@ from dflash.training.blocks import Blocks
 from dflash.training.objective import TrainingModel
 
 LOOKED_AT = 3
-"""Blocks of each row that are perturbed around, one after the other."""
+"""Blocks of each row that are perturbed around, one after the other; in a packed row they are of several documents."""
 CONTEXT = "context-strictly-before-anchor"
 APART = "blocks-apart"
 
@@ -94,13 +94,12 @@ Draw = Callable[[Tensor], Tensor]
 
 
 def _looked_at(one: Pass, seed: int) -> Iterator[tuple[Tensor, Tensor, Draw]]:
-    """Rows [R] that have blocks and one block of each [R], a few times over, with a source of replacements."""
+    """Rows [R] that have blocks and one block of each [R], its first, its last and between, with replacements."""
     counts = (one.blocks.anchors >= 0).sum(dim=1)  # fillers come last
     rows = counts.nonzero()[:, 0]
     generator = torch.Generator().manual_seed(seed)
-    for _ in range(LOOKED_AT if len(rows) else 0):
-        picks = torch.rand(len(rows), generator=generator).to(counts.device)
-        chosen = (picks * counts[rows]).long().clamp(max=one.blocks.anchors.shape[1] - 1)
+    for turn in range(LOOKED_AT if len(rows) else 0):
+        chosen = turn * (counts[rows] - 1) // (LOOKED_AT - 1)
         yield rows, chosen, lambda like: torch.randn(like.shape, generator=generator).to(like)
 
 
