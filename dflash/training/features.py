@@ -6,7 +6,9 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Protocol, Self
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dflash.hidden_states import (
@@ -40,10 +42,13 @@ READERS = 8
 
 
 class StoredSampleSet(SampleSet, Protocol):
-    """Samples with an identity: the digest of all their tokens and marks."""
+    """Samples with an identity, the digest of all their tokens and marks, and with lengths that cost no reading."""
 
     @property
     def sha256(self) -> str: ...
+
+    @property
+    def lengths(self) -> NDArray[np.int64]: ...
 
 
 @dataclass(frozen=True)
@@ -75,16 +80,8 @@ class OnlineFeatures:
 class StoredFeatures:
     """Reads what :func:`write_features` wrote. :meth:`prefetch` reads ahead while the step before computes."""
 
-    def __init__(
-        self,
-        reader: FeatureReader,
-        layer_ids: Sequence[int],
-        *,
-        soft: bool,
-        device: torch.device,
-        dtype: torch.dtype,
-    ) -> None:
-        self._reader, self._soft, self._device, self._dtype = reader, soft, device, dtype
+    def __init__(self, reader: FeatureReader, layer_ids: Sequence[int], *, soft: bool, device: torch.device) -> None:
+        self._reader, self._soft, self._device = reader, soft, device
         stored = reader.index.layer_ids
         self._places = [stored.index(layer) for layer in layer_ids]
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="features")
@@ -107,11 +104,12 @@ class StoredFeatures:
         """Features of ``samples`` for ``device``. They must have been written in ``dtype``, the run's for its target.
 
         The directory may hold more taps than asked for. They must be of the target in the directory ``target``, made
-        with ``kernel``, where these are given: what a checkpoint's manifest will say of them. Raises :class:`FeatureStoreError` that says what is other than asked for.
+        with ``kernel``, where these are given: what a checkpoint's manifest will say of them. Raises
+        :class:`FeatureStoreError` that says what is other than asked for.
         """
         reader = FeatureReader(directory)
         _require_fit(reader.index, directory, samples, layer_ids, soft=soft, dtype=dtype, target=target, kernel=kernel)
-        return cls(reader, layer_ids, soft=soft, device=torch.device(device), dtype=dtype)
+        return cls(reader, layer_ids, soft=soft, device=torch.device(device))
 
     @property
     def index(self) -> FeatureIndex:
@@ -282,7 +280,7 @@ def _listed(layers: Sequence[int]) -> str:
 def _index(
     target: Target, samples: StoredSampleSet, layer_ids: Sequence[int], *, soft: bool, shard_bytes: int
 ) -> FeatureIndex:
-    lengths = [len(samples[place].ids) for place in range(len(samples))]
+    lengths: list[int] = samples.lengths.tolist()
     token_bytes = bytes_per_token(len(layer_ids), target.hidden_size, target.dtype, soft=soft)
     return FeatureIndex(
         target_fingerprint=fingerprint(Path(target.path)),

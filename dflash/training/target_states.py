@@ -73,8 +73,8 @@ def require_packable(kernel: str, *, path: str) -> None:
     if kernel == "torch":
         raise KernelError(
             f"features.packing puts several documents into a row, and the torch kernel would carry the linear "
-            f"attention's state of {path} from one into the next; leave features.packing out, or use kernel fla on a "
-            f"GPU"
+            f"attention's state of {path} from one into the next; leave features.packing out, use kernel fla on a GPU, "
+            f"or features.mode offline, whose documents go through the target one a row"
         )
 
 

@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from dflash.training.batch import Sample
 
@@ -20,6 +22,10 @@ class Documents:
 
     def __getitem__(self, index: int) -> Sample:
         return self.samples[index]
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        return np.array([len(sample.ids) for sample in self.samples])
 
 
 def documents(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> Documents:
