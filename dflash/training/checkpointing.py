@@ -15,7 +15,7 @@ from typing import Any
 
 from dflash.checkpoint_layout import DamagedError
 from dflash.errors import DFlashError
-from dflash.manifest import Manifest, file_sha256, read_manifest, require_sha256, seal, verify
+from dflash.manifest import MANIFEST, Manifest, file_sha256, read_manifest, require_sha256, seal, verify
 from dflash.output import to_disk
 from dflash.training.run_config import CheckpointSection
 
@@ -60,8 +60,11 @@ def save(output: Path, step: int, fill: Fill, *, recipe: Mapping[str, Any]) -> P
         partial.chmod(0o755)
         metrics = fill(partial)
         seal(partial, step=step, metrics=metrics, recipe=recipe)
-        for path in (*partial.iterdir(), partial):
+        mode = (partial / MANIFEST).stat().st_mode
+        for path in partial.iterdir():
+            path.chmod(mode)  # safetensors keeps its files to their owner; a relay is often somebody else
             to_disk(path)
+        to_disk(partial)
         if final.exists():  # damaged, or of a run that went on from an earlier step
             shutil.rmtree(final)
         partial.rename(final)

@@ -52,7 +52,7 @@ class Ranks:
         if world == 1:
             yield cls(rank=0, world=1, device=chosen)
             return
-        backend = "cpu:gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
+        backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=PATIENCE)
         try:
             yield cls(rank=rank, world=world, device=chosen, local=_local_rank())
@@ -130,7 +130,6 @@ def wrap(model: nn.Module, section: ParallelSection, ranks: Ranks) -> nn.Module:
     return DistributedDataParallel(
         model,
         device_ids=[ranks.device] if ranks.device.type == "cuda" else None,
-        broadcast_buffers=False,
         gradient_as_bucket_view=True,
     )
 

@@ -59,7 +59,8 @@ class TrainingModel(nn.Module):
         dtype = self.compute_dtype
         inputs = (taps.to(dtype), context_positions, block_embeddings.to(dtype), positions.flatten(1), masks)
         hidden: Tensor = self._run(*inputs)
-        return hidden.view(*positions.shape, -1)[:, :, 1:]
+        # No view: FSDP hangs the gradients' exchange on what leaves here.
+        return hidden.view(*positions.shape, -1)[:, :, 1:].contiguous()
 
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile the drafter's layers in place (``torch.compile``); masks are made outside, from the predicate."""

@@ -61,6 +61,14 @@ class Prepared:
     held_out: HeldOut | None
     probe: Probe | None
 
+    @property
+    def target_bytes(self) -> int:
+        """Of the target's weights on this rank's device: embedding and head where its states come from files."""
+        if self.target is not None:
+            return sum(weight.nbytes for weight in self.target.model.state_dict().values())
+        width: int = getattr(torch, self.config.drafter.dtype).itemsize
+        return 2 * self.facts.vocab_size * self.facts.hidden_size * width
+
 
 def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
     """Load, read and check all of ``config`` that can be checked without a step.

@@ -25,6 +25,7 @@ from dflash.training.distributed import Ranks, wrap
 from dflash.training.metric_log import MetricLog
 from dflash.training.optimizer import adamw, learning_rate
 from dflash.training.order import Order
+from dflash.training.plan import plan
 from dflash.training.preflight import preflight_checks, require, stated_recipe
 from dflash.training.preparation import PHASES, Prepared, prepare
 from dflash.training.recording import record
@@ -380,13 +381,27 @@ def _to_go_on_from(config: RunConfig, voice: Voice) -> Path | None:
 
 def _preflight(prepared: Prepared, steps: Steps, voice: Voice) -> None:
     """Say what is going to be done, and whether it would be done rightly."""
-    config = prepared.config
+    config, facts = prepared.config, prepared.facts
+    planned = plan(
+        config,
+        prepared.drafter_config,
+        prepared.recipe,
+        target_class=facts.class_name,
+        kernel=facts.kernel,
+        samples=len(prepared.samples),
+        steps=steps.total,
+        ranks=prepared.ranks.world,
+        attention=prepared.model.attention,
+        target_bytes=prepared.target_bytes,
+        vocab_size=facts.vocab_size,
+    )
+    voice.say(planned.to_table())
     first = next(steps.order.micro_batches(0))
     found = preflight_checks(
         model=prepared.model,
         vocabulary=prepared.vocabulary,
         target=prepared.target,
-        facts=prepared.facts,
+        facts=facts,
         source=prepared.source,
         rows=[[prepared.samples[index] for index in prepared.rows[place.row]] for place in first],
         recipe=prepared.recipe,

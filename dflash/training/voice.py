@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 from dflash.progress import Phases, Report
 
@@ -16,7 +16,7 @@ class Voice:
         self._heard = heard
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=not heard)
 
-    def say(self, line: str) -> None:
+    def say(self, line: RenderableType) -> None:
         self._console.print(line)
 
     def warn(self, line: str) -> None:
