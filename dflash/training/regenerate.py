@@ -131,6 +131,7 @@ def _store(asked: Regeneration, server: Server) -> CompletionStore:
 async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: CompletionStore, report: Any) -> None:
     """Ask for what ``store`` lacks; workers take prompts from one stream, so that few are held at a time."""
     done, total = 0, len(texts.prompts)
+    rows = int(text_config(str(asked.target)).vocab_size)
     stream = iter(texts)
 
     async def work(_worker: int) -> None:
@@ -138,6 +139,7 @@ async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: C
         for _prompt, ids in stream:
             if ids not in store:
                 completion, _ = await asker.ask(ids)
+                _require_known(completion.ids, rows, asked)
                 store.put(ids, completion)
             done += 1
             report(done, total)
@@ -154,7 +156,7 @@ async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: C
 
 
 def _write(asked: Regeneration, texts: _Texts, store: CompletionStore, replaced: int, report: Any) -> Regenerated:
-    end, rows = _facts(asked.target)
+    end = _end_tokens(asked.target)
     counts = {"samples": 0, "tokens": 0, "ended": 0, "retokenized": 0}
     partial: str | None = None
     try:
@@ -164,7 +166,6 @@ def _write(asked: Regeneration, texts: _Texts, store: CompletionStore, replaced:
                 completion = store.get(ids)
                 assert completion is not None  # all are there, or asking for them had raised
                 own = completions.until_end(completion.ids, end)
-                _require_known(own, rows, asked)
                 file.write(_line(prompt, ids, own, completion, texts))
                 counts["samples"] += 1
                 counts["tokens"] += len(own)
@@ -197,14 +198,13 @@ def _line(prompt: RawPrompt | ChatPrompt, ids: list[int], own: list[int], comple
     return json.dumps(line, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
-def _facts(target: Path) -> tuple[frozenset[int], int]:
-    """What ends a completion, and the rows of the embedding."""
+def _end_tokens(target: Path) -> frozenset[int]:
     config = text_config(str(target))
     try:
         generation = GenerationConfig.from_pretrained(str(target))
     except OSError:  # there need be none
         generation = None
-    return end_tokens(config, generation), int(config.vocab_size)
+    return end_tokens(config, generation)
 
 
 def _require_known(ids: Sequence[int], rows: int, asked: Regeneration) -> None:
