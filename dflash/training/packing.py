@@ -38,7 +38,7 @@ class Layout:
 
     def borders(self, row: int) -> Tensor:
         """[D + 1] int64: where each of the row's D documents begins, and where the last one ends."""
-        starts = self.starts[row, : self.lengths[row]].unique_consecutive()
+        starts: Tensor = torch.unique_consecutive(self.starts[row, : self.lengths[row]])
         return torch.cat((starts, torch.tensor([self.lengths[row]])))
 
 

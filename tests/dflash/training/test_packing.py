@@ -40,6 +40,11 @@ def test_a_row_closes_when_too_many_are_open(monkeypatch: pytest.MonkeyPatch) ->
     assert first_fit([6, 7, 8, 2, 3], 10) == [[0], [1, 3], [2], [4]]
 
 
+def test_a_full_row_is_not_an_open_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "OPEN_ROWS", 2)
+    assert first_fit([5, 10, 10, 5], 10) == [[0, 3], [1], [2]]
+
+
 def test_a_document_longer_than_a_row_is_refused() -> None:
     with pytest.raises(PackingError, match=r"a sample has 11 tokens, and a packed row has 10; .* data\.max_length"):
         first_fit([3, 11], 10)
