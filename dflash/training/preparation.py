@@ -100,7 +100,7 @@ def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
         target=target,
         samples=samples,
         rows=rows_of_run(samples, config),
-        source=_source(config, target, samples, drafter_config, recipe, ranks),
+        source=_source(config, target, facts, samples, drafter_config, recipe, ranks),
         vocabulary=_vocabulary(config, target, facts, ranks),
         model=_model(config, drafter_config, raw, ranks),
         held_out=held_out,
@@ -225,6 +225,7 @@ def _truth(
 def _source(
     config: RunConfig,
     target: Target | None,
+    facts: TargetFacts,
     samples: Samples,
     drafter_config: DrafterConfig,
     recipe: Recipe,
@@ -242,6 +243,7 @@ def _source(
         device=ranks.device,
         dtype=getattr(torch, config.target.dtype),
         target=Path(config.target.path),
+        kernel=facts.kernel,
     )
 
 
