@@ -66,6 +66,46 @@ def slot_losses(recipe: Recipe, logits: Tensor, right: Tensor, teacher: Tensor |
     return composite(logits, right, teacher, temperature=recipe.temperature, kl_weight=recipe.kl_weight)
 
 
+def slot_losses_and_gradients(
+    recipe: Recipe, logits: Tensor, right: Tensor, teacher: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """:func:`slot_losses` [R] and their gradients with respect to ``logits`` [R, V], float32, which are overwritten.
+
+    In closed form, because autograd would hold four copies of the logits. ``right`` [R], ``teacher`` [R, V].
+    """
+    if not recipe.soft_labels:
+        return _cross_entropy_in_place(logits, right)
+    if teacher is None or recipe.temperature is None:
+        raise ValueError(f"the loss {recipe.loss} needs the target's logits and a temperature")
+    soft, at_soft = _kl_with_gradient(logits, teacher, recipe.temperature)
+    if recipe.loss == "kl":
+        return soft, at_soft
+    assert recipe.kl_weight is not None  # Recipe.from_dict has seen to it
+    hard, at_hard = _cross_entropy_in_place(logits, right)
+    gradient = at_soft.mul_(recipe.kl_weight).add_(at_hard, alpha=1 - recipe.kl_weight)
+    return recipe.kl_weight * soft + (1 - recipe.kl_weight) * hard, gradient
+
+
+def _cross_entropy_in_place(logits: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """softmax(logits) - onehot(right), in the place of ``logits``."""
+    wanted = right[:, None]
+    best = logits.amax(1, keepdim=True)
+    value = logits.gather(1, wanted) - best
+    powers = logits.sub_(best).exp_()
+    total = powers.sum(1, keepdim=True)
+    gradient = powers.div_(total).scatter_add_(1, wanted, torch.full_like(value, -1))
+    return (total.log() - value)[:, 0], gradient
+
+
+def _kl_with_gradient(logits: Tensor, teacher: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    """T² · KL and T · (softmax(logits/T) - softmax(teacher/T))."""
+    ours = F.log_softmax(logits / temperature, dim=-1)
+    theirs = F.log_softmax(teacher.float() / temperature, dim=-1)
+    likely = theirs.exp()
+    losses = temperature**2 * torch.linalg.vecdot(likely, theirs.sub_(ours))
+    return losses, ours.exp_().sub_(likely).mul_(temperature)
+
+
 def slot_weights(recipe: Recipe, losses: Tensor, scored: Tensor) -> Tensor:
     """w·m [..., B-1] of the recipe, without gradient; m is ``scored``, ``losses`` are read for D-PACE alone."""
     if recipe.loss == "dpace":

@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from dflash.batch import Vocabulary, ranks_of
-from dflash.losses import slot_losses, slot_weights
+from dflash.batch import Vocabulary
+from dflash.losses import slot_losses_and_gradients, slot_weights
 from dflash.recipes import Recipe
 from dflash.training.blocks import Blocks
 
 STREAK_RANKS = (1, 8)
+_COUNTED = 1 << 21
+"""Logits compared at once when the better ones are counted."""
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,19 @@ class _HeadLoss(torch.autograd.Function):
             )
             with torch.set_grad_enabled(gradient is not None):
                 logits = vocabulary.logits(chunk)
-                losses = slot_losses(recipe, logits, right[rows], theirs)
-                if weights is None:  # D-PACE: by the drafter's own confidence along each block, which chunks hold whole
-                    of_blocks = losses.view(-1, blocks.scored.shape[-1])
-                    each = slot_weights(recipe, of_blocks, scored[rows].view_as(of_blocks)).flatten()
-                else:
-                    each = weights[rows]
-                total = (each * losses).sum()
-            if gradient is not None:
-                (gradient[rows],) = torch.autograd.grad(total, chunk)
-            numerator += total.detach()
+            wide = logits.detach().float()
+            ranks[rows] = _ranks(wide, right[rows])
+            losses, at_logits = slot_losses_and_gradients(recipe, wide, right[rows], theirs)
+            if weights is None:  # D-PACE: by the drafter's own confidence along each block, which chunks hold whole
+                of_blocks = losses.view(-1, blocks.scored.shape[-1])
+                each = slot_weights(recipe, of_blocks, scored[rows].view_as(of_blocks)).flatten()
+            else:
+                each = weights[rows]
+            numerator += (each * losses).sum()
             weight += each.sum()
-            ranks[rows] = ranks_of(right[rows], logits.detach())
+            if gradient is not None:
+                at_logits = at_logits.mul_(each[:, None]).to(logits.dtype)
+                (gradient[rows],) = torch.autograd.grad(logits, chunk, at_logits)
         ctx.save_for_backward(gradient)
         ctx.shape = hidden.shape
         ranks = ranks.view_as(blocks.right)
@@ -118,6 +121,17 @@ class _HeadLoss(torch.autograd.Function):
     def backward(ctx: Any, at_numerator: Tensor, *_: Any) -> tuple[Tensor, None, None, None, None, None]:
         (gradient,) = ctx.saved_tensors
         return (gradient * at_numerator).view(ctx.shape), None, None, None, None, None
+
+
+def _ranks(logits: Tensor, right: Tensor) -> Tensor:
+    """:func:`dflash.batch.ranks_of` a slice of the vocabulary at a time: a count of booleans takes 8 bytes for each."""
+    value, wanted = logits.gather(1, right[:, None]), right[:, None]
+    ids = torch.arange(logits.shape[1], device=logits.device)
+    ranks = torch.zeros_like(right)
+    columns = max(1, _COUNTED // len(logits))
+    for part, place in zip(torch.split(logits, columns, dim=1), torch.split(ids, columns), strict=True):
+        ranks += ((part > value) | ((part == value) & (place < wanted))).sum(1)
+    return ranks
 
 
 def _chunks(recipe: Recipe, scored: Tensor, chunk_tokens: int) -> Iterator[Tensor]:
