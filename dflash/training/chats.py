@@ -63,7 +63,7 @@ def chat_pieces(turns: Sequence[Turn], tokenizer: Any, *, thinking: bool) -> tup
             continue
         asked = _render(chat[:place], tokenizer, thinking, ask=True) if place else ""
         answered = _render(chat[: place + 1], tokenizer, thinking)
-        reason = _reason(whole, asked, answered, thinking)
+        reason = _reason(whole, asked, answered, thinking) if len(asked) >= cut else REWRITTEN
         if reason is not None:
             left_out[reason] += 1
             continue
@@ -92,7 +92,7 @@ def encode(documents: Sequence[Sequence[Piece]], tokenizer: Any) -> list[Marked 
     encoded = iter(_encode([piece.text for piece in apart], tokenizer, special=False))
     begun = iter(_encode([piece.text for piece in first], tokenizer, special=True))
     return [
-        _marked([(piece, next(encoded if piece.turn or piece.written else begun)) for piece in pieces], ends)
+        _marked([(piece, next(encoded if piece.turn or piece.written else begun)) for piece in pieces], ends, tokenizer)
         for pieces in documents
     ]
 
@@ -133,7 +133,7 @@ def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> list[list[int
     return encoded
 
 
-def _marked(pieces: list[tuple[Piece, list[int]]], ends: frozenset[int]) -> Marked | UntrainableError:
+def _marked(pieces: list[tuple[Piece, list[int]]], ends: frozenset[int], tokenizer: Any) -> Marked | UntrainableError:
     """The target's part of a turn goes up to its end token; what the template puts behind that it never writes."""
     marked = Marked([])
     for piece, ids in pieces:
@@ -144,7 +144,8 @@ def _marked(pieces: list[tuple[Piece, list[int]]], ends: frozenset[int]) -> Mark
         length = len(ids)
         if piece.turn:
             length = next((place + 1 for place in reversed(range(len(ids))) if ids[place] in ends), 0)
-            if not length:
+            behind = ids[length:]
+            if not length or (behind and tokenizer.decode(behind).strip()):
                 return UntrainableError("the template ends a turn with no special token, so where it ends is not known")
         marked.spans.append((start, start + length))
     return marked

@@ -244,10 +244,9 @@ class _Reading:
 
     def _keep(self, place: str, marked: Marked) -> bool:
         """Whether the document, cut to length, has enough that the target wrote."""
-        strange = next((token for token in marked.ids if token >= self._vocab_size), None)
-        if strange is not None:
+        if max(marked.ids, default=0) >= self._vocab_size:
             raise DataError(
-                f"{place}: has token {strange}, and the target has {self._vocab_size} rows; was it written for another "
+                f"{place}: has token {max(marked.ids)}, and the target has {self._vocab_size} rows; was it written for another "
                 f"model?"
             )
         length = min(len(marked.ids), self._data.max_length)

@@ -212,9 +212,11 @@ def test_a_template_that_refuses_a_chat_is_quoted(tokenizer):
     assert "No user query found." in reason(tokenizer, QWEN3_5, chat, thinking=False)
 
 
-def test_a_template_without_an_end_of_turn_is_refused(tokenizer):
+@pytest.mark.parametrize("said", ["1", "<think>\nhm\n</think>\n\n1"])
+def test_a_template_without_an_end_of_turn_is_refused(tokenizer, said):
+    """A special token somewhere in the turn is no end of it."""
     tokenizer.chat_template = ENDLESS
-    pieces, _ = chat_pieces(turns("one?", "1"), tokenizer, thinking=False)
+    pieces, _ = chat_pieces(turns("one?", said), tokenizer, thinking=False)
     (refused,) = encode([pieces], tokenizer)
     assert isinstance(refused, UntrainableError)
     assert "no special token" in str(refused)

@@ -313,7 +313,7 @@ def test_samples_outside_of_the_set_are_index_errors(load):
 
 def test_a_data_set_by_name_gives_the_samples_of_the_same_file(load, tmp_path, tokenizer, monkeypatch):
     """A local one: the library loads it the way it loads one of the hub."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
     lines = [chat("one?", "two"), chat("three?", "four"), exact()]
     from_file = load(*lines)
     folder = tmp_path / "set"
