@@ -244,9 +244,10 @@ class _Reading:
 
     def _keep(self, place: str, marked: Marked) -> bool:
         """Whether the document, cut to length, has enough that the target wrote."""
-        if max(marked.ids, default=0) >= self._vocab_size:
+        largest = max(marked.ids, default=0)
+        if largest >= self._vocab_size:
             raise DataError(
-                f"{place}: has token {max(marked.ids)}, and the target has {self._vocab_size} rows; was it written for another "
+                f"{place}: has token {largest}, and the target has {self._vocab_size} rows; was it written for another "
                 f"model?"
             )
         length = min(len(marked.ids), self._data.max_length)
