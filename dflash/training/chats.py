@@ -17,6 +17,7 @@ from typing import Any
 from dflash.errors import DFlashError
 from dflash.training.lines import Pair, Turn
 
+UNASKED = "nothing is asked before the turn"
 REWRITTEN = "the template rewrites the turn"
 OTHER_MODE = "the template writes the turn otherwise than it asks for it in this thinking mode"
 NO_THOUGHT = "thinking is on and the turn has no thought"
@@ -63,7 +64,7 @@ def chat_pieces(turns: Sequence[Turn], tokenizer: Any, *, thinking: bool) -> tup
             continue
         asked = _render(chat[:place], tokenizer, thinking, ask=True) if place else ""
         answered = _render(chat[: place + 1], tokenizer, thinking)
-        reason = _reason(whole, asked, answered, thinking) if len(asked) >= cut else REWRITTEN
+        reason = _reason(whole, asked, answered, cut, thinking)
         if reason is not None:
             left_out[reason] += 1
             continue
@@ -103,9 +104,14 @@ def special_ids(tokenizer: Any) -> frozenset[int]:
     return frozenset(special if tokenizer.eos_token_id is None else special | {tokenizer.eos_token_id})
 
 
-def _reason(whole: str, asked: str, answered: str, thinking: bool) -> str | None:
-    """Why a turn is left out: how the chat is rendered up to it and with it, against the ``whole``."""
-    if not whole.startswith(answered):
+def _reason(whole: str, asked: str, answered: str, cut: int, thinking: bool) -> str | None:
+    """Why a turn is left out: how the chat is rendered up to it and with it, against the ``whole``.
+
+    ``cut`` is where the last trained turn ends; what is asked behind it repeats that turn.
+    """
+    if not asked:
+        return UNASKED
+    if not whole.startswith(answered) or len(asked) < cut:
         return REWRITTEN
     if not answered.startswith(asked) or len(answered) == len(asked):
         return OTHER_MODE

@@ -25,7 +25,7 @@ from dflash.errors import UsageError
 from dflash.hidden_states import tokenizer_digest
 from dflash.http_client import Http, each
 from dflash.output import OutputError
-from dflash.progress import Phases
+from dflash.progress import Phases, Report
 from dflash.prompts import ChatPrompt, PromptFileError, RawPrompt, read_prompts, require_thinking, tokenize
 from dflash.target import TargetMismatchError, end_tokens, load_tokenizer, text_config
 
@@ -128,7 +128,7 @@ def _store(asked: Regeneration, server: Server) -> CompletionStore:
     return CompletionStore.open(path, settings, option="--output")
 
 
-async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: CompletionStore, report: Any) -> None:
+async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: CompletionStore, report: Report) -> None:
     """Ask for what ``store`` lacks; workers take prompts from one stream, so that few are held at a time."""
     done, total = 0, len(texts.prompts)
     rows = int(text_config(str(asked.target)).vocab_size)
@@ -155,7 +155,7 @@ async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: C
         ) from None
 
 
-def _write(asked: Regeneration, texts: _Texts, store: CompletionStore, replaced: int, report: Any) -> Regenerated:
+def _write(asked: Regeneration, texts: _Texts, store: CompletionStore, replaced: int, report: Report) -> Regenerated:
     end = _end_tokens(asked.target)
     counts = {"samples": 0, "tokens": 0, "ended": 0, "retokenized": 0}
     partial: str | None = None

@@ -4,12 +4,15 @@ import json
 from itertools import product
 
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dflash.target import load_tokenizer
 from dflash.training.chats import (
     NO_THOUGHT,
     OTHER_MODE,
     REWRITTEN,
+    UNASKED,
     Marked,
     UntrainableError,
     chat_pieces,
@@ -17,6 +20,7 @@ from dflash.training.chats import (
     pair_pieces,
 )
 from dflash.training.lines import Pair, Turn
+from tests.tiny import FIXTURES
 
 # Qwen3's rules in short: the thought of an assistant turn is kept, or an empty one put there, only behind the last
 # question; the generation prompt holds an empty thought where thinking is off.
@@ -72,11 +76,17 @@ PLAIN = """\
 {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
 {%- endfor %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+TINY = (FIXTURES / "tiny-hybrid" / "chat_template.jinja").read_text()
 ENDLESS = PLAIN.replace("<|im_end|>", "")
 
 
 @pytest.fixture
 def tokenizer(tiny_hybrid):
+    return load_tokenizer(str(tiny_hybrid.target))
+
+
+@pytest.fixture(scope="module")
+def shared_tokenizer(tiny_hybrid):
     return load_tokenizer(str(tiny_hybrid.target))
 
 
@@ -185,6 +195,12 @@ def test_what_follows_the_last_answer_is_dropped_so_that_it_is_still_the_last(to
     assert "two" not in whole
 
 
+def test_a_turn_that_nobody_asked_for_is_context(tokenizer):
+    chat = [Turn(role="assistant", content="Hello!"), *turns("one?", "1")]
+    spans, _, left_out = trained(tokenizer, PLAIN, chat, thinking=False)
+    assert (spans, left_out) == (["1<|im_end|>"], {UNASKED: 1})
+
+
 def test_a_chat_without_an_answer_is_refused(tokenizer):
     assert reason(tokenizer, PLAIN, turns("one?"), thinking=False) == "no assistant turn"
 
@@ -226,6 +242,49 @@ def test_a_template_that_shifts_earlier_turns_moves_no_mask(tokenizer):
     """The number of turns in front: no rendering up to a turn is the beginning of the whole chat."""
     counting = "{{- messages|length }}" + PLAIN
     assert reason(tokenizer, counting, turns("one?", "1", "two?", "2"), thinking=False) in (REWRITTEN, OTHER_MODE)
+
+
+PARTS = st.sampled_from(["a", " ", "\n", "ab c", "<think>", "</think>", "<think>\nhm\n</think>\n\n", "<|im_end|>", "é"])
+CONTENTS = st.lists(PARTS, min_size=0, max_size=4).map("".join)
+CHATS = st.lists(
+    st.builds(
+        Turn,
+        role=st.sampled_from(["user", "assistant", "assistant", "tool"]),
+        content=CONTENTS,
+        reasoning_content=st.none() | CONTENTS,
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(template=st.sampled_from([PLAIN, QWEN3, QWEN3_5, "tiny"]), chat=CHATS, thinking=st.booleans())
+def test_no_mask_is_ever_empty_or_shifted(shared_tokenizer, template, chat, thinking):
+    """Each span is one turn as the template writes it, behind what the target is asked with before that turn."""
+    tokenizer = shared_tokenizer
+    tokenizer.chat_template = TINY if template == "tiny" else template
+    try:
+        pieces, left_out = chat_pieces(chat, tokenizer, thinking=thinking)
+    except UntrainableError:
+        return
+    (marked,) = encode([pieces], tokenizer)
+    assert isinstance(marked, Marked)
+    rendered = [turn.model_dump(exclude_none=True) for turn in chat]
+    answers = [place for place, turn in enumerate(chat) if turn.role == "assistant"]
+
+    def render(turns, **how):
+        return tokenizer.apply_chat_template(turns, tokenize=False, enable_thinking=thinking, **how)
+
+    whole = tokenizer.decode(marked.ids)
+    assert render(rendered[: answers[-1] + 1]).startswith(whole), "what is behind the last trained turn is of no use"
+    asked = {render(rendered[:place], add_generation_prompt=True): place for place in answers if place}
+    assert len(marked.spans) == len(answers) - left_out.total() > 0
+    for start, end in marked.spans:
+        before = tokenizer.decode(marked.ids[:start])
+        assert before in asked
+        turn = render(rendered[: asked[before] + 1])
+        assert turn == before + tokenizer.decode(marked.ids[start:end]) + "\n"
 
 
 def test_what_is_read_and_what_is_written_are_tokenised_apart(tokenizer):
