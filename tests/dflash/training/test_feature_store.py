@@ -16,7 +16,7 @@ from dflash.hidden_states import HiddenStateError
 from dflash.target import Target
 from dflash.training import feature_store, features
 from dflash.training.batch import Features
-from dflash.training.feature_store import FeatureStoreError, plan_shards
+from dflash.training.feature_store import FeatureStoreError, FeatureWriter, plan_shards, read_index
 from dflash.training.features import OnlineFeatures, StoredFeatures, Written, write_features
 from dflash.training.packing import rows_of
 from tests.dflash.pairs import WORDS, write_target
@@ -105,7 +105,7 @@ def test_the_states_keep_the_targets_dtype_bit_for_bit(tmp_path: Path, texts: Do
 def test_samples_lie_whole_in_shards_of_the_size_asked_for() -> None:
     shards = plan_shards(LENGTHS, TOKEN_BYTES, shard_bytes=SHARD_BYTES)
     assert [(one.first, one.count, one.tokens) for one in shards] == [(0, 2, 103), (2, 1, 50), (3, 2, 73), (5, 1, 48)]
-    assert [one.count for one in plan_shards([5, 200, 5], 1, shard_bytes=100)] == [1, 1, 1]
+    assert [one.count for one in plan_shards([200, 5, 200], 1, shard_bytes=100)] == [1, 1, 1]
     assert len({one.file for one in shards}) == 4
 
 
@@ -181,6 +181,12 @@ def test_a_shard_in_another_processs_hands_is_left_to_it(tmp_path: Path, target:
         assert written(directory, target, texts).missing() == [2]
         other.communicate(b"\n")
     assert written(directory, target, texts).missing() == []  # the lock has ended with its process
+
+
+def test_a_shard_that_another_process_has_just_finished_is_not_written_again(store: Path) -> None:
+    writer = FeatureWriter(store, read_index(store))
+    with writer.claimed(1) as mine:
+        assert not mine
 
 
 def test_a_full_disk_leaves_nothing_half_written_and_the_same_command_goes_on(
