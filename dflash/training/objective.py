@@ -21,7 +21,7 @@ from dflash.training.blocks import Blocks, documents
 from dflash.training.randomness import generator
 
 TILE = 128
-"""Flex attention's tile. Contexts are padded to whole ones, so that a run meets few lengths and compiles few times."""
+"""Flex attention's tile."""
 _DRAWN_TOGETHER = 16
 """torch's normal numbers on the CPU come in groups of this many; rows of whole groups do not depend on later rows."""
 
@@ -49,7 +49,7 @@ class TrainingModel(nn.Module):
         :class:`~dflash.training.batch.Features`; ``block_embeddings`` [N, n·B, H] of :func:`block_embeddings`.
         """
         config, length = self.drafter.config, taps.shape[1]
-        padding = -length % TILE if self.attention == "flex" else 0
+        padding = compiled_length(length) - length if self.attention == "flex" else 0
         masks_of = flex_masks if self.attention == "flex" else layer_masks
         # A filler's anchor -1 is before every position: it sees its own slots and nothing else.
         masks = masks_of(config, blocks.anchors, length + padding, blocks.starts)
@@ -74,6 +74,15 @@ class TrainingModel(nn.Module):
             cast = {f"drafter.{name}": weight.to(self.compute_dtype) for name, weight in weights.items()}
             hidden = functional_call(self._pass[0], cast, inputs)
         return hidden
+
+
+def compiled_length(length: int) -> int:
+    """What a context of ``length`` is padded to for flex attention: a power of two, at least a tile.
+
+    A mask is compiled for its context's length, and the compiler gives up after eight of them; up to 4096 there are
+    six. Padding is never visible, and tiles without a visible key are not computed.
+    """
+    return max(TILE, 1 << (length - 1).bit_length())
 
 
 class _BlockPass(nn.Module):

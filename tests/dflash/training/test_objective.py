@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dflash import naive
 from dflash.masks import layer_masks
-from dflash.training.objective import TrainingModel, block_embeddings, with_noise
+from dflash.training.objective import TILE, TrainingModel, block_embeddings, compiled_length, with_noise
 from tests.dflash.training.rows import ANCHORS, BORDER, LENGTH, VARIANTS, Bench
 
 variants = pytest.mark.parametrize("variant", VARIANTS)
@@ -200,6 +200,13 @@ def test_a_samples_noise_does_not_depend_on_its_row_or_what_is_behind_it() -> No
     assert torch.equal(together[1, BORDER:], noise(alone(8, LENGTH - BORDER))[0])
     assert torch.equal(noise(alone(8, LENGTH))[0, :9], noise(alone(8, 9))[0])
     assert not torch.equal(noise(packed, epoch=1), together)
+
+
+def test_contexts_of_any_length_are_compiled_for_a_few_lengths() -> None:
+    padded = [compiled_length(length) for length in range(1, 4097)]
+    assert all(found >= length and found % TILE == 0 for length, found in enumerate(padded, start=1))
+    assert len(set(padded)) <= 8  # torch._dynamo.config.recompile_limit
+    assert compiled_length(3072) == 4096
 
 
 @pytest.mark.slow  # the compiler takes a minute
