@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dflash.checkpoint_layout import DamagedError
+from dflash.checkpoint_layout import CheckpointError, DamagedError
 from dflash.errors import DFlashError
 from dflash.manifest import MANIFEST, Manifest, file_sha256, read_manifest, require_sha256, seal, verify
 from dflash.output import to_disk
@@ -95,7 +95,7 @@ def newest_whole(output: Path, *, warn: Callable[[str], None]) -> Whole | None:
         path = output / f"step_{step}"
         try:
             return Whole(path, _verified(path))
-        except DamagedError as error:
+        except CheckpointError as error:
             warn(f"{path} is damaged and passed over: {error}")
     return None
 
@@ -145,7 +145,7 @@ def _sealed(output: Path) -> list[Whole]:
         path = output / f"step_{step}"
         try:
             found.append(Whole(path, read_manifest(path)[0]))
-        except DamagedError:
+        except CheckpointError:
             continue
     return found
 

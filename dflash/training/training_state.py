@@ -115,7 +115,7 @@ def write_state(path: Path, state: TrainingState) -> None:
             {
                 "progress": asdict(state.progress),
                 "identity": asdict(state.identity),
-                "run": state.run.model_dump(mode="json"),
+                "run": _as_written(state.run),
                 "learning_rate": state.learning_rate,
                 "total_steps": state.total_steps,
             }
@@ -152,6 +152,14 @@ def read_state(path: Path) -> TrainingState:
     except Exception as error:  # torch.load raises whatever the bytes make its parts raise
         said = next(iter(str(error).splitlines()), "")
         raise TrainingStateError(f"{path}: is no training state ({type(error).__name__}: {said})") from None
+
+
+def _as_written(run: RunConfig) -> dict[str, Any]:
+    """All values, those that nobody gave too: a default may be another one when this is read."""
+    raw = run.model_dump(mode="json")
+    if run.evaluation is None:
+        del raw["checkpoints"]["keep_best"]  # said in so many words it contradicts the missing section
+    return raw
 
 
 def whole_weights(drafter: nn.Module) -> dict[str, Tensor]:
