@@ -5,6 +5,7 @@ gives the texts, its forward drafts the blocks, its loss gives the metrics. One 
 config names it under ``preflight.allow``.
 """
 
+import json
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -34,25 +35,13 @@ from dflash.training.batch import Features, FeatureSource, Sample
 from dflash.training.blocks import Blocks, blocks_at, documents, draw_blocks
 from dflash.training.head_loss import head_loss
 from dflash.training.objective import TrainingModel, block_embeddings, with_noise
-from dflash.training.plan import Plan, plan
+from dflash.training.plan import Plan
 from dflash.training.recording import as_texts, picked
-
-__all__ = [
-    "CHECKS",
-    "Plan",
-    "PreflightError",
-    "Trial",
-    "UnknownCheckError",
-    "plan",
-    "preflight_checks",
-    "require",
-    "require_fit",
-    "stated_recipe",
-]
 
 BLOCKS = 16
 """Blocks of each row that are looked at."""
 NAIVE_BLOCKS = 16
+PREFLIGHT = "preflight.json"
 LOGIT_LIMIT = 1e-3
 
 
@@ -124,6 +113,18 @@ def require(found: Sequence[Check], allow: Sequence[str]) -> None:
             f"the run would not be valid, so it was not started: {told} (to run it all the same, put "
             f"{', '.join(check.name for check in failed)} under preflight.allow)"
         )
+
+
+def write_preflight(output: Path, planned: Plan, found: Sequence[Check]) -> None:
+    """Keep plan and checks beside the run's checkpoints, what failed and was allowed among them."""
+    content = {
+        "plan": planned.model_dump(mode="json"),
+        "checks": [check.model_dump(mode="json") for check in found],
+    }
+    output.mkdir(parents=True, exist_ok=True)
+    partial = output / f".{PREFLIGHT}.partial"
+    partial.write_text(json.dumps(content, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(output / PREFLIGHT)
 
 
 @dataclass(frozen=True)

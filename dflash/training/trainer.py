@@ -16,6 +16,7 @@ import torch
 from pydantic import BaseModel, ConfigDict
 from safetensors.torch import save_file
 
+from dflash.doctor import to_table
 from dflash.drafter import Drafter
 from dflash.errors import DFlashError
 from dflash.manifest import CONFIG, DRAFTER, seal
@@ -26,7 +27,7 @@ from dflash.training.metric_log import MetricLog
 from dflash.training.optimizer import adamw, learning_rate
 from dflash.training.order import Order
 from dflash.training.plan import plan
-from dflash.training.preflight import preflight_checks, require, stated_recipe
+from dflash.training.preflight import preflight_checks, require, stated_recipe, write_preflight
 from dflash.training.preparation import PHASES, Prepared, prepare
 from dflash.training.recording import record
 from dflash.training.resume import ResumeError, require_same_run
@@ -410,6 +411,6 @@ def _preflight(prepared: Prepared, steps: Steps, voice: Voice) -> None:
         chunk_tokens=config.objective.chunk_tokens,
         seed=config.seed,
     )
-    for check in found:
-        voice.say(f"      {check.status:8} {check.name}")
+    voice.say(to_table(found))
+    write_preflight(config.output, planned, found)
     require(found, config.preflight.allow)
