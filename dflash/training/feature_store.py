@@ -33,8 +33,10 @@ from dflash.memory import show_bytes
 from dflash.output import to_disk
 
 VERSION = 1
-SHARD_BYTES = 1 << 30
-"""Of states in one shard, unless one document has more. So much is in memory while it is written."""
+SHARD_BYTES = 1 << 24, 1 << 30
+"""Of states in one shard, at least and at most, unless one document has more. So much is in memory while written."""
+SHARES = 64
+"""Shards that a small job is cut into, so that a few processes share it evenly and an interruption costs little."""
 _INDEX = "features.json"
 _LOCK = ".lock"
 _WRITE_AGAIN = "remove it and run dflash data features again"
@@ -138,6 +140,7 @@ class FeatureWriter:
                 left.unlink()
             try:
                 save_file(dict(tensors), partial, metadata={"store": self.index.digest})
+                partial.chmod((self.directory / _INDEX).stat().st_mode)  # safetensors lets nobody else read it
                 _rename(partial, path)
             finally:
                 partial.unlink(missing_ok=True)
@@ -238,7 +241,13 @@ def read_index(directory: Path) -> FeatureIndex:
         ) from None
 
 
-def plan_shards(lengths: Sequence[int], token_bytes: int, *, shard_bytes: int = SHARD_BYTES) -> tuple[Shard, ...]:
+def even(size: int) -> int:
+    """Bytes of a shard of a job of ``size`` bytes: the same for everybody who works on it."""
+    least, most = SHARD_BYTES
+    return min(most, max(least, size // SHARES))
+
+
+def plan_shards(lengths: Sequence[int], token_bytes: int, *, shard_bytes: int) -> tuple[Shard, ...]:
     """Samples of ``lengths`` tokens in order, in shards of at most ``shard_bytes`` of states, or of one sample."""
     cuts, size = [0], 0
     for place, tokens in enumerate(lengths):

@@ -24,7 +24,6 @@ from dflash.hidden_states import (
 from dflash.target import Target, require_layers
 from dflash.training.batch import Features, Sample, SampleSet
 from dflash.training.feature_store import (
-    SHARD_BYTES,
     FeatureIndex,
     FeatureReader,
     FeatureStoreError,
@@ -32,6 +31,7 @@ from dflash.training.feature_store import (
     Shard,
     bytes_per_token,
     empty_shard,
+    even,
     plan_shards,
 )
 from dflash.training.packing import Layout, lay_out
@@ -196,10 +196,11 @@ def write_features(
     *,
     soft: bool,
     progress: Progress = lambda done, total: None,
-    shard_bytes: int = SHARD_BYTES,
+    shard_bytes: int | None = None,
 ) -> Written:
     """Write the states of all ``samples`` to ``directory``, or what lacks there; ``progress`` counts samples.
 
+    Shards have at most ``shard_bytes`` of states; without it they are small enough to be shared out (:func:`even`).
     Several processes may be given the same work at once, one a GPU: they share it. Raises :class:`FeatureStoreError`,
     :class:`HiddenStateError` for a state that is not finite, and as :class:`OnlineFeatures` does.
     """
@@ -213,7 +214,7 @@ def write_features(
         shard = index.shards[number]
         with writer.claimed(number) as mine:
             if mine:
-                writer.write(number, _computed(target, samples, index, shard))
+                writer.write(number, _computed(target, samples, index, shard, done, progress))
         done += shard.count
         progress(done, index.samples)
     return Written(index, already, writer)
@@ -278,7 +279,7 @@ def _listed(layers: Sequence[int]) -> str:
 
 
 def _index(
-    target: Target, samples: StoredSampleSet, layer_ids: Sequence[int], *, soft: bool, shard_bytes: int
+    target: Target, samples: StoredSampleSet, layer_ids: Sequence[int], *, soft: bool, shard_bytes: int | None
 ) -> FeatureIndex:
     lengths: list[int] = samples.lengths.tolist()
     token_bytes = bytes_per_token(len(layer_ids), target.hidden_size, target.dtype, soft=soft)
@@ -293,12 +294,14 @@ def _index(
         samples_sha256=samples.sha256,
         samples=len(lengths),
         tokens=sum(lengths),
-        shards=plan_shards(lengths, token_bytes, shard_bytes=shard_bytes),
+        shards=plan_shards(lengths, token_bytes, shard_bytes=shard_bytes or even(sum(lengths) * token_bytes)),
     )
 
 
-def _computed(target: Target, samples: SampleSet, index: FeatureIndex, shard: Shard) -> dict[str, Tensor]:
-    """The tensors of ``shard``."""
+def _computed(
+    target: Target, samples: SampleSet, index: FeatureIndex, shard: Shard, done: int, progress: Progress
+) -> dict[str, Tensor]:
+    """The tensors of ``shard``, before which ``done`` samples were done."""
     documents = [samples[place] for place in range(shard.first, shard.first + shard.count)]
     lengths = torch.tensor([len(document.ids) for document in documents])
     tensors = empty_shard(index, shard)
@@ -317,4 +320,6 @@ def _computed(target: Target, samples: SampleSet, index: FeatureIndex, shard: Sh
             layer = first_not_finite(tensors["taps"][start:end], index.layer_ids)
             if layer is not None or (index.soft and not bool(tensors["hidden"][start:end].isfinite().all())):
                 raise HiddenStateError(not_finite(target.path, shard.first + place, layer, target.spoiled_weight()))
+        done += len(group)
+        progress(done, index.samples)
     return tensors
