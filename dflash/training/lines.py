@@ -113,11 +113,11 @@ def dataset_source(name: str, split: str) -> Source:
     Raises :class:`DataError`, from ``read`` as well, and :class:`UsageError` where ``datasets`` is not installed.
     """
     try:
-        from datasets import load_dataset  # type: ignore[import-untyped,import-not-found,unused-ignore]
+        from datasets import load_dataset  # heavy, and a part of the runs only
     except ImportError:
         raise UsageError(
-            f"data.datasets names {name}, and the package datasets is not installed; pip install datasets, or give "
-            f"data.files"
+            f"data.datasets names {name}, and the package datasets is not installed; pip install "
+            f"'dflash-pipeline[datasets]', or give data.files"
         ) from None
     repository, _, config = name.partition(":")
     try:

@@ -3,11 +3,13 @@
 import errno
 import json
 import multiprocessing
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from dflash.errors import UsageError
 from dflash.prompts import ThinkingError, read_prompts
 from dflash.target import Target, load_tokenizer
 from dflash.training import token_store
@@ -326,6 +328,12 @@ def test_a_data_set_by_name_gives_the_samples_of_the_same_file(load, tmp_path, t
     assert load_samples(data, tokenizer, cache=cache, vocab_size=ROWS).directory == samples.directory
     with pytest.raises(DataError, match=r"split valid: cannot be loaded"):
         load_samples(data.model_copy(update={"split": "valid"}), tokenizer, cache=cache, vocab_size=ROWS)
+
+
+def test_without_the_package_a_data_set_is_a_named_error(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UsageError, match=r"data.datasets names org/name.*dflash-pipeline\[datasets\]"):
+        load_samples(DataSection(datasets=("org/name",)), tokenizer, cache=tmp_path, vocab_size=ROWS)
 
 
 # --- the text that the tiny drafters are trained on
