@@ -105,6 +105,29 @@ def test_a_line_that_is_damaged_in_the_middle_is_named(path, line):
         CompletionStore.open(path, SETTINGS)
 
 
+def test_completions_stay_on_disk_and_are_found_there_again(path):
+    """A training set's worth of them fits into no memory."""
+    store = CompletionStore.open(path, SETTINGS)
+    for place in range(50):
+        store.put([place], Completion(list(range(place))))
+    store.put([7], Completion([1]))
+    again = CompletionStore.open(path, SETTINGS)
+    for one in (store, again):
+        assert [one.get([place]) for place in (0, 8, 49)] == [Completion(list(range(n))) for n in (0, 8, 49)]
+        assert one.get([7]) == Completion([1]), "the later one counts"
+        assert ([7] in one, [50] in one, len(one)) == (True, False, 50)
+
+
+def test_a_file_that_was_exchanged_while_it_was_in_use_is_named(path):
+    store = CompletionStore.open(path, SETTINGS, option="--output")
+    store.put([1], Completion([2]))
+    store.put([3], Completion([4]))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(lines[0] + lines[2] + lines[1])
+    with pytest.raises(CompletionStoreError, match="was changed while it was in use.*another --output"):
+        store.get([1])
+
+
 def test_a_full_disk_is_an_error_and_leaves_the_file_good(path, monkeypatch):
     store = CompletionStore.open(path, SETTINGS)
     store.put([1], Completion([2]))
