@@ -124,7 +124,7 @@ def test_a_file_that_was_exchanged_while_it_was_in_use_is_named(path):
     store.put([3], Completion([4]))
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(lines[0] + lines[2] + lines[1])
-    with pytest.raises(CompletionStoreError, match="was changed while it was in use.*another --output"):
+    with pytest.raises(CompletionStoreError, match=r"was changed while it was in use.*another --output"):
         store.get([1])
 
 
