@@ -87,6 +87,14 @@ def test_stored_states_are_those_of_the_target(
     assert_alike(found, OnlineFeatures(target, TAPS, soft=soft).features(rows))
 
 
+def test_documents_of_a_hybrid_target_can_be_packed_after_they_went_through_it_alone(tmp_path: Path) -> None:
+    hybrid, short = Target.load(write_target(tmp_path / "target", hybrid=True)), documents([7, 20, 3], vocabulary=60)
+    written(tmp_path / "store", hybrid, short)
+    found = opened(tmp_path / "store", short).features([[short[0], short[1], short[2]]])
+    alone = [OnlineFeatures(hybrid, TAPS, soft=True).features([[text]]).taps[0] for text in short.samples]
+    assert (found.taps[0] - torch.cat(alone)).abs().max() < 1e-5 * found.taps.abs().max()
+
+
 def test_taps_can_be_fewer_than_stored_and_in_another_order(store: Path, target: Target, texts: Documents) -> None:
     rows = rows_of(texts, range(6), length=128, packing=False)
     found = opened(store, texts, (5, 1), soft=False).features(rows)
