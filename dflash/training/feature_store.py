@@ -121,7 +121,10 @@ class FeatureWriter:
 
     @contextmanager
     def claimed(self, number: int) -> Iterator[bool]:
-        """Whether shard ``number`` is this process's to write while the block runs; not if it is there or another's."""
+        """Whether shard ``number`` is this process's to write while the block runs; not if it is there or another's.
+
+        One at a time: whichever descriptor of the lock file a process closes first takes all of its locks along.
+        """
         try:
             descriptor = os.open(self.directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
