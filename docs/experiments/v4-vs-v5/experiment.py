@@ -54,6 +54,8 @@ TARGET = ROOT / "tests/fixtures/tiny-hybrid"
 TEXT = ROOT / "tests/fixtures/tiny-hybrid-text.jsonl"
 DRAFTER = ROOT / "configs/tiny-drafter.json"
 TAPS = default_tap_ids(8, 5)
+TEXTS = 576
+"""Of the file's lines; the target's pass over all of them would take longer than a run."""
 SEEDS = (1, 2, 3)
 STEPS = 300
 ROWS = 8
@@ -112,7 +114,7 @@ def config_of(version: Version, seed: int, steps: int, work: Path, *, allow: Seq
             "seed": seed,
             "target": {"path": str(TARGET), "dtype": "float32", "kernel": "torch", "device": "cpu"},
             "drafter": {"config": str(drafter), "dtype": "float32"},
-            "data": {"files": [str(TEXT)], "max_length": 288, "cache": str(work / "samples")},
+            "data": {"files": [str(work / "text.jsonl")], "max_length": 288, "cache": str(work / "samples")},
             "features": {"mode": "offline", "directory": str(work / "features")},
             "objective": {
                 "loss": "composite" if version == "v4" else "ce",
@@ -209,6 +211,8 @@ def _curve(lines: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
 
 def _write_features(work: Path) -> int:
     """The states of every sample, all five taps and the last hidden state, written once for all runs."""
+    lines = TEXT.read_text(encoding="utf-8").splitlines(keepends=True)[:TEXTS]
+    (work / "text.jsonl").write_text("".join(lines), encoding="utf-8")
     config = config_of("v5", 0, 1, work, allow=())
     target = Target.load(TARGET, kernel="torch")
     samples = load_samples(config.data, target.tokenizer, cache=work / "samples", vocab_size=target.vocab_size)

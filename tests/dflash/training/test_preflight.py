@@ -1,7 +1,9 @@
 """Preflight: a sound trainer passes every check, and each planted fault fails the check that is there to find it."""
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from dflash.training import objective, preflight
 from dflash.training.batch import Features, FeatureSource, Sample
 from dflash.training.features import OnlineFeatures
 from dflash.training.objective import TrainingModel
+from dflash.training.plan import MemoryEstimate, Plan
 from dflash.training.preflight import (
     PreflightError,
     UnknownCheckError,
@@ -25,6 +28,7 @@ from dflash.training.preflight import (
     require,
     require_fit,
     stated_recipe,
+    write_preflight,
 )
 from tests.dflash.checks.mutate import mutate
 from tests.fixtures.corpus import documents
@@ -64,23 +68,27 @@ def found(
     loaded: bool = True,
     noise: float = 0.0,
     max_length: int = 512,
+    only: Sequence[str] = tuple(preflight.CHECKS),
 ) -> dict[str, Check]:
+    """The checks of a trainer's parts by name; ``only`` some of them, which are then the only ones computed."""
     drafter = new_drafter("dense") if config is None else drafter_module.Drafter(config)
     model = TrainingModel(drafter, compute_dtype=compute, attention="dense")
     layers = drafter.config.target_layer_ids
-    checks = preflight_checks(
-        model=model,
-        vocabulary=target,
-        target=target if loaded else None,
-        facts=LoadedTaps(target).facts,
-        source=source or OnlineFeatures(target, layers, soft=recipe.soft_labels),
-        rows=rows,
-        recipe=recipe,
-        max_length=max_length,
-        noise=noise,
-        chunk_tokens=64,
-        seed=0,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "CHECKS", {name: preflight.CHECKS[name] for name in only})
+        checks = preflight_checks(
+            model=model,
+            vocabulary=target,
+            target=target if loaded else None,
+            facts=LoadedTaps(target).facts,
+            source=source or OnlineFeatures(target, layers, soft=recipe.soft_labels),
+            rows=rows,
+            recipe=recipe,
+            max_length=max_length,
+            noise=noise,
+            chunk_tokens=64,
+            seed=0,
+        )
     return {check.name: check for check in checks}
 
 
@@ -88,8 +96,9 @@ def statuses(checks: dict[str, Check]) -> dict[str, str]:
     return {name: check.status for name, check in checks.items() if check.status != "pass"}
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["a row each", "packed"])
-@pytest.mark.parametrize("recipe", [PAPER, KL], ids=["hard labels", "soft labels"])
+@pytest.mark.parametrize(
+    ("packed", "recipe"), [(False, KL), (True, PAPER)], ids=["a row each, soft labels", "packed, hard labels"]
+)
 def test_a_sound_run_passes_every_check(packed: bool, recipe: Recipe, target: Target, samples: list[Sample]) -> None:
     rows = [samples] if packed else [[sample] for sample in samples]
     checks = found(target, rows, recipe=recipe, noise=0.1)
@@ -100,13 +109,15 @@ def test_a_sound_run_passes_every_check(packed: bool, recipe: Recipe, target: Ta
 
 def test_a_sound_run_in_bfloat16_passes_every_check(tiny_dense: Pair, samples: list[Sample]) -> None:
     target = Target.load(tiny_dense.target, dtype=torch.bfloat16)
-    checks = found(target, [[sample] for sample in samples], recipe=KL, compute=torch.bfloat16)
+    checks = found(target, [[samples[1]]], recipe=KL, compute=torch.bfloat16)
     assert statuses(checks) == {"recipe": "warn"}
 
 
 def test_without_the_target_what_only_it_can_tell_is_not_verified(target: Target, samples: list[Sample]) -> None:
-    checks = found(target, [samples], recipe=KL, loaded=False)
-    assert statuses(checks) == {"tap-source": "skipped", "clean-targets": "skipped", "recipe": "warn"}
+    only = ["tap-source", "clean-targets", "training-metric-replay"]
+    checks = found(target, [samples], recipe=KL, loaded=False, only=only)
+    assert statuses(checks) == {"tap-source": "skipped", "clean-targets": "skipped"}
+    assert "the loss is not verified" in checks["training-metric-replay"].explanation
 
 
 def test_rows_without_an_anchor_are_not_verified_and_stop_nothing(target: Target, samples: list[Sample]) -> None:
@@ -189,15 +200,14 @@ def test_a_fault_in_the_trainers_code_is_found(
     name: str, target: Target, samples: list[Sample], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     owner, function, old, new, finders = MUTANTS[name]
-    monkeypatch.setattr(preflight, "CHECKS", {finder: preflight.CHECKS[finder] for finder in finders})
     mutate(monkeypatch, owner, function, old, new)
     monkeypatch.setattr(preflight, "head_loss", head_loss_module.head_loss)
-    assert statuses(found(target, [samples])) == dict.fromkeys(finders, "fail")
+    assert statuses(found(target, [samples], only=finders)) == dict.fromkeys(finders, "fail")
 
 
 def test_noise_before_the_soft_labels_is_found(target: Target, samples: list[Sample]) -> None:
     source = Spoiled(OnlineFeatures(target, [1, 3, 5], soft=True), noisy_labels)
-    checks = found(target, [samples], recipe=KL, source=source)
+    checks = found(target, [samples], recipe=KL, source=source, only=["clean-targets"])
     assert checks["clean-targets"].status == "fail"
     assert "noise was added before its logits were taken" in checks["clean-targets"].explanation
 
@@ -207,19 +217,25 @@ def test_noise_that_stays_in_the_features_is_found(
 ) -> None:
     mutate(monkeypatch, objective, "with_noise", "noisy = taps.clone()", "noisy = taps")
     monkeypatch.setattr(preflight, "with_noise", objective.with_noise)
-    assert statuses(found(target, [samples], noise=0.1))["tap-source"] == "fail"
+    assert statuses(found(target, [samples], noise=0.1, only=["tap-source"])) == {"tap-source": "fail"}
 
 
 def test_states_of_other_layers_are_found(target: Target, samples: list[Sample]) -> None:
     source = OnlineFeatures(target, [2, 4, 6], soft=False)
-    assert statuses(found(target, [samples], source=source))["tap-source"] == "fail"
+    assert statuses(found(target, [samples], source=source, only=["tap-source"])) == {"tap-source": "fail"}
 
 
 def test_the_faulty_recipe_is_named(target: Target, samples: list[Sample]) -> None:
     raw = drafter_config("dense")
     raw["dflash_config"]["target_layer_ids"] = [1, 3]
     config = DrafterConfig.from_dict(raw, source="test")
-    checks = found(target, [samples], config=config, recipe=OLD.model_copy(update={"name": None}))
+    checks = found(
+        target,
+        [samples],
+        config=config,
+        recipe=OLD.model_copy(update={"name": None}),
+        only=["recipe", "taps-as-reference"],
+    )
     assert "tap 5 is missing" in checks["taps-as-reference"].explanation
     assert "gamma is 10 instead of 4" in checks["recipe"].explanation
     with pytest.raises(PreflightError, match=r"preflight\.allow") as error:
@@ -230,7 +246,18 @@ def test_the_faulty_recipe_is_named(target: Target, samples: list[Sample]) -> No
 
 
 def test_a_text_longer_than_the_drafters_positions_is_found(target: Target, samples: list[Sample]) -> None:
-    assert statuses(found(target, [samples], max_length=4096))["max-position"] == "fail"
+    assert statuses(found(target, [samples], max_length=4096, only=["max-position"])) == {"max-position": "fail"}
+
+
+def test_what_was_found_is_kept_beside_the_run(tmp_path: Path) -> None:
+    allowed = Check(name="recipe", status="fail", measured="γ 10", limit="γ 4", explanation="another γ")
+    require([allowed], ["recipe"])
+    memory = MemoryEstimate(target=1, optimizer=2, weights=3, activations=4, logits=5)
+    planned = Plan.model_construct(target="tiny", memory=memory)
+    write_preflight(tmp_path / "run", planned, [allowed])
+    kept = json.loads((tmp_path / "run" / "preflight.json").read_text(encoding="utf-8"))
+    assert kept["checks"] == [allowed.model_dump(mode="json")]
+    assert kept["plan"]["target"] == "tiny"
 
 
 def test_a_check_that_there_is_not_cannot_be_allowed() -> None:

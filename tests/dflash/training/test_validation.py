@@ -36,7 +36,11 @@ def section(prompts: Path, **settings: object) -> EvaluationSection:
     return EvaluationSection.model_validate(chosen)
 
 
-def test_tau_is_what_an_evaluation_finds(tiny_hybrid: Pair, target: Target, drafter: Drafter, tmp_path: Path) -> None:
+def test_tau_is_what_an_evaluation_finds(
+    tiny_hybrid: Pair, target: Target, drafter: Drafter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dflash.evaluate.DDTREE_NODES", ())  # trees and checks are slow, and no part of this
+    monkeypatch.setattr("dflash.checks.all_checks", lambda evidence: [])
     taps = drafter.config.target_layer_ids
     held_out = HeldOut.prepare(section(tiny_hybrid.prompts), target, taps, thinking=None, directory=tmp_path / "kept")
     truth = held_out.measure(drafter, target)
