@@ -45,6 +45,7 @@ class MicroBatch:
 
     features: Features
     blocks: Blocks
+    epoch: int
     anchorless: int
 
 
@@ -192,7 +193,7 @@ class Steps:
         )
         empty = (blocks.anchors < 0).all(dim=1).tolist()
         anchorless = sum(none and not place.blank for none, place in zip(empty, places, strict=True))
-        return MicroBatch(features, blocks, anchorless)
+        return MicroBatch(features, blocks, self.order.epoch(number), anchorless)
 
     def _documents(self, places: Sequence[Place]) -> list[list[Sample]]:
         rows = []

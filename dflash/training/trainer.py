@@ -4,22 +4,15 @@ A step is :meth:`dflash.training.step.Steps.take`; what happens between steps st
 writing checkpoints, and ending well. All ranks walk through this together; rank 0 alone writes, prints and measures.
 """
 
-import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-import torch
 from pydantic import BaseModel, ConfigDict
-from safetensors.torch import save_file
 
 from dflash.doctor import to_table
-from dflash.drafter import Drafter
-from dflash.errors import DFlashError
-from dflash.manifest import CONFIG, DRAFTER, seal
 from dflash.training import checkpointing
 from dflash.training.checkpointing import STATE, DiskFullError
 from dflash.training.distributed import Ranks, wrap
@@ -27,23 +20,16 @@ from dflash.training.metric_log import MetricLog
 from dflash.training.optimizer import adamw, learning_rate
 from dflash.training.order import Order
 from dflash.training.plan import plan
-from dflash.training.preflight import preflight_checks, require, stated_recipe, write_preflight
+from dflash.training.preflight import preflight_checks, require, write_preflight
 from dflash.training.preparation import PHASES, Prepared, prepare
-from dflash.training.recording import record
 from dflash.training.resume import ResumeError, require_same_run
 from dflash.training.run_config import RunConfig
+from dflash.training.snapshot import current_drafter, keep_for_replay, recipe_of, write_files
 from dflash.training.step import Figures, MicroBatch, NotFiniteError, Steps
 from dflash.training.stop import Stop, Stopped
-from dflash.training.training_state import Progress, TrainingState, read_state, whole_weights, write_state
+from dflash.training.training_state import Progress, TrainingState, read_state
 from dflash.training.validation import Truth
 from dflash.training.voice import Voice
-
-NOT_FINITE = "not_finite"
-"""Beside the checkpoints: batches whose loss was NaN, with the weights that made it so."""
-
-
-class NotFiniteRunError(DFlashError):
-    """The loss or its gradient was NaN or infinite; the batch is kept for replay."""
 
 
 class Outcome(BaseModel):
@@ -70,7 +56,8 @@ class Outcome(BaseModel):
 def train(config: RunConfig) -> Outcome:
     """Run ``config`` to its end, or until SIGTERM; goes on from the newest whole checkpoint of its output.
 
-    Raises a :class:`DFlashError` for whatever stops it: a failed check, a loss that is not finite, a full disk.
+    Raises a :class:`~dflash.errors.DFlashError` for whatever stops it: a failed check, a loss that is not finite, a
+    full disk.
     """
     with Stop.on_sigterm() as stop, Ranks.joined(config.target.device) as ranks:
         voice = Voice(PHASES, heard=ranks.main)
@@ -155,7 +142,7 @@ class _Run:
         try:
             figures, batch = self.steps.take(number, stop=self.stop.asked)
         except NotFiniteError as error:
-            raise self._kept_for_replay(error) from None
+            raise keep_for_replay(self.prepared, self.steps, error) from None
         done = number + 1
         self.progress = Progress(
             step=done,
@@ -186,7 +173,7 @@ class _Run:
 
     def _measured(self) -> Truth | None:
         """The walk's τ now; None on other ranks than 0, and where it was asked to stop meanwhile."""
-        drafter, step, held_out = self._drafter(), self.progress.step, self.prepared.held_out
+        drafter, step, held_out = current_drafter(self.prepared), self.progress.step, self.prepared.held_out
 
         def measure() -> Truth | None:
             assert held_out is not None
@@ -229,17 +216,15 @@ class _Run:
             learning_rate=learning_rate(self.config.optimizer, step, self.steps.total),
             total_steps=self.steps.total,
         )
-        drafter = self._drafter()
+        drafter = current_drafter(prepared)
 
         def fill(directory: Path) -> Mapping[str, Any]:
             assert drafter is not None
-            write_drafter(directory, drafter, prepared.raw_config)
-            write_state(directory / STATE, state)
-            return self._recorded(directory, drafter, batch, truth)
+            return write_files(directory, prepared, drafter=drafter, state=state, batch=batch, truth=truth)
 
         def write() -> bool:
             try:
-                path = checkpointing.save(self.config.output, step, fill, recipe=self._recipe())
+                path = checkpointing.save(self.config.output, step, fill, recipe=recipe_of(prepared))
             except DiskFullError as error:
                 if must or self.config.checkpoints.on_full_disk == "stop":
                     raise
@@ -254,74 +239,6 @@ class _Run:
         self._clock = time.monotonic()
         return bool(saved)
 
-    def _recorded(
-        self, directory: Path, drafter: Drafter, batch: MicroBatch, truth: Truth | None
-    ) -> dict[str, float | str]:
-        """Write probe and replay, and return what the manifest says."""
-        prepared = self.prepared
-        figures = record(
-            directory,
-            drafter=drafter,
-            vocabulary=prepared.vocabulary,
-            target=prepared.facts,
-            features=batch.features,
-            blocks=batch.blocks,
-            recipe=prepared.recipe,
-            soft=None,
-            probe=prepared.probe,
-        )
-        measured = {} if truth is None else {"tau": truth.tau_pooled, "tau_macro": truth.tau_macro}
-        return {**figures, **measured, "kernel": prepared.facts.kernel, "data_sha256": prepared.identity.data}
-
-    def _kept_for_replay(self, error: NotFiniteError) -> DFlashError:
-        """Keep the micro-batches at fault beside the weights that made them so, in a checkpoint's layout."""
-        drafter = self._drafter(everywhere=True)
-        assert drafter is not None
-        batches = list(self.steps.order.micro_batches(error.number))
-        paths = []
-        for place in error.places:
-            batch = self.steps.micro_batch(error.number, batches[place])
-            name = f"step_{error.number + 1}_rank_{self.ranks.rank}_batch_{place}"
-            paths.append(self._write_not_finite(name, drafter, batch, error))
-        kept = (
-            f"its batch and the weights before it are in {', '.join(map(str, paths))}" if paths else "on another rank"
-        )
-        return NotFiniteRunError(
-            f"{error}; nothing was updated. {kept[0].upper()}{kept[1:]}, laid out as a checkpoint: dflash inspect and "
-            f"dflash doctor read it. The same command goes on from the last checkpoint and meets the same batch; a "
-            f"lower learning rate or other data is another run"
-        )
-
-    def _write_not_finite(self, name: str, drafter: Drafter, batch: MicroBatch, error: NotFiniteError) -> Path:
-        directory = self.config.output / NOT_FINITE / name
-        directory.mkdir(parents=True, exist_ok=True)
-        write_drafter(directory, drafter, self.prepared.raw_config)
-        figures = self._recorded(directory, drafter, batch, None)
-        said = {key: value for key, value in figures.items() if isinstance(value, str) or math.isfinite(value)}
-        about = {
-            "what": error.what,
-            "samples": batch.features.samples,
-            "epoch": self.steps.order.epoch(error.number),
-            "seed": self.config.seed,
-            "noise": self.config.objective.noise,
-        }
-        seal(directory, step=error.number, metrics=said | {"not_finite": about}, recipe=self._recipe())
-        return directory
-
-    def _drafter(self, *, everywhere: bool = False) -> Drafter | None:
-        """The drafter as its checkpoint will be read, in the dtype it is saved in; rank 0's unless ``everywhere``."""
-        weights = whole_weights(self.prepared.model.drafter)
-        if not (self.ranks.main or everywhere):
-            return None
-        with torch.device("meta"):
-            drafter = Drafter(self.prepared.drafter_config)
-        dtype = getattr(torch, self.config.drafter.dtype)
-        drafter.load_state_dict({name: weight.to(dtype) for name, weight in weights.items()}, assign=True)
-        return drafter.requires_grad_(False).train(False)
-
-    def _recipe(self) -> dict[str, Any]:
-        return stated_recipe(self.prepared.recipe, self.prepared.drafter_config)
-
     def _outcome(self, saved: int | None) -> Outcome:
         output = self.config.output
         best = checkpointing.best(output) if self.ranks.main else None
@@ -334,15 +251,6 @@ class _Run:
             best=None if best is None else str(best.path),
             tau=None if best is None else checkpointing.tau_of(best.manifest),
         )
-
-
-def write_drafter(directory: Path, drafter: Drafter, raw_config: Mapping[str, Any]) -> None:
-    """``drafter.safetensors`` and ``config.json`` in z-lab's layout, the config as it was given but for the dtype."""
-    weights = {name: weight.detach().cpu().contiguous() for name, weight in drafter.state_dict().items()}
-    save_file(weights, directory / DRAFTER, metadata={"format": "pt"})
-    dtype = str(drafter.fc.weight.dtype).removeprefix("torch.")
-    text = json.dumps({**raw_config, "dtype": dtype}, indent=2)
-    (directory / CONFIG).write_text(f"{text}\n", encoding="utf-8")
 
 
 def _left_off(prepared: Prepared, voice: Voice) -> TrainingState | None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dflash.errors import UsageError
-from dflash.training import step, trainer
+from dflash.training import snapshot, step
 from dflash.training.distributed import ElsewhereError, Ranks
 from dflash.training.training_state import read_state
 from tests.dflash.training.runs import TinyRun, made, quick, run, weights
@@ -93,7 +93,7 @@ def test_what_fails_on_the_first_rank_ends_the_others(run: TinyRun, capfd: pytes
         def refuse(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        trainer.write_state = refuse  # type: ignore[assignment]  # in a process of its own
+        snapshot.write_state = refuse  # type: ignore[assignment]  # in a process of its own
 
     two = run.changed(optimizer={"rows": 1, "max_steps": 2})
     assert two.train_elsewhere(world=2, before=full) == [1, 1]
