@@ -25,11 +25,12 @@ import numpy as np
 import torch
 from transformers.utils.logging import disable_progress_bar
 
+from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.config import default_tap_ids
 from dflash.evaluate import PHASES, measure
-from dflash.metrics import SEED, Round, by_prompt, compare
+from dflash.metrics import SEED, Round, by_prompt, compare, tau
 from dflash.progress import Phases
-from dflash.report import Report
+from dflash.replay import replay
 from dflash.request import Request
 from dflash.target import Target
 from dflash.training import preparation
@@ -38,9 +39,10 @@ from dflash.training.features import write_features
 from dflash.training.metric_log import METRICS, read_metrics
 from dflash.training.preflight import PreflightError
 from dflash.training.randomness import generator
-from dflash.training.run_config import RunConfig
+from dflash.training.run_config import EvaluationSection, RunConfig
 from dflash.training.samples import load_samples
 from dflash.training.trainer import train
+from dflash.training.validation import HeldOut
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[2]
@@ -68,8 +70,6 @@ PROMPTS = 64
 PROMPT_SEED = 77_001
 NEW_TOKENS = 96
 LOG_INTERVAL = 10
-FAULTS = ("taps-as-reference", "clean-targets", "recipe")
-"""Checks that are there to find the three."""
 ALLOW = {"v4": ["taps-as-reference"], "v5": []}
 """What the faulty run's config must say for preflight to let it run."""
 
@@ -130,18 +130,19 @@ def config_of(version: Version, seed: int, steps: int, work: Path, *, allow: Seq
     )
 
 
-def run(steps: int, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
+def run(steps: int, seeds: Sequence[int], prompts: int, texts: int) -> dict[str, Any]:
     """All runs and their measurements, as results.json has them."""
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="v4-vs-v5-") as name:
         work = Path(name)
-        written = _write_features(work)
+        target = Target.load(TARGET, kernel="torch")
+        written = _write_features(target, texts, work)
         _write_prompts(work / "prompts.jsonl", prompts)
         refused = _refusal(config_of("v4", 0, steps, work, allow=()))
         runs, rounds = [], {}
         for seed in seeds:
             for version in VERSIONS:
-                one, walked = _one_run(version, seed, steps, work)
+                one, walked = _one_run(version, seed, steps, target, work)
                 runs.append(one)
                 rounds[version, seed] = walked
         totals = {version: _summed([rounds[version, seed] for seed in seeds]) for version in VERSIONS}
@@ -168,7 +169,7 @@ def run(steps: int, seeds: Sequence[int], prompts: int) -> dict[str, Any]:
     }
 
 
-def _one_run(version: Version, seed: int, steps: int, work: Path) -> tuple[dict[str, Any], list[Round]]:
+def _one_run(version: Version, seed: int, steps: int, target: Target, work: Path) -> tuple[dict[str, Any], list[Round]]:
     """Train, then measure as anybody would measure the checkpoint."""
     config = config_of(version, seed, steps, work, allow=ALLOW[version])
     if version == "v4":
@@ -176,28 +177,41 @@ def _one_run(version: Version, seed: int, steps: int, work: Path) -> tuple[dict[
             train(config)
     else:
         train(config)
+    checkpoint = config.output / f"step_{steps}"
+    lines = [line for line in read_metrics(config.output / METRICS) if line["kind"] == "train"]
+    walked = _walk(checkpoint, target, work)
+    found = tau(by_prompt(walked), seed=SEED).model_dump(mode="json")
+    return {"version": version, "seed": seed, "tau": found, **_doctor(checkpoint, work), "curve": _curve(lines)}, walked
+
+
+def _walk(checkpoint: Path, target: Target, work: Path) -> list[Round]:
+    """The walk's rounds over the fresh prompts, which the target completes once for all runs."""
+    read = read_checkpoint(checkpoint)
+    prompts = EvaluationSection(prompts=work / "prompts.jsonl", max_new_tokens=NEW_TOKENS, ignore_eos=True)
+    held_out = HeldOut.prepare(
+        prompts, target, read.config.target_layer_ids, thinking=None, directory=work / "held_out"
+    )
+    drafter = build_drafter(read, device="cpu", dtype=torch.float32)
+    walked = replay(drafter, target, held_out.texts, max_blocks=None, seed=SEED, progress=lambda done, total: None)
+    return walked.walk
+
+
+def _doctor(checkpoint: Path, work: Path) -> dict[str, Any]:
+    """What ``dflash doctor`` says of a checkpoint, on as many prompts and tokens as it takes."""
     request = Request(
         target=TARGET,
-        checkpoint=config.output / f"step_{steps}",
+        checkpoint=checkpoint,
         prompts=work / "prompts.jsonl",
         output=work / "unused",
-        max_new_tokens=NEW_TOKENS,
+        num_prompts=8,
+        max_new_tokens=64,
         ignore_eos=True,
         dtype="float32",
         device="cpu",
         kernel="torch",
-        cache=None,
     )
-    report, rounds = measure(request, Phases(PHASES["replay"]))
-    lines = [line for line in read_metrics(config.output / METRICS) if line["kind"] == "train"]
-    return {"version": version, "seed": seed, **_figures(report), "curve": _curve(lines)}, rounds
-
-
-def _figures(report: Report) -> dict[str, Any]:
+    report, _ = measure(request, Phases(PHASES["replay"]))
     return {
-        "tau": report.metrics.tau.model_dump(mode="json"),
-        "random_anchor_tau": report.metrics.random_anchor_tau,
-        "accuracy_by_position": report.metrics.accuracy_by_position,
         "training": report.training.model_dump(mode="json", exclude_none=True) if report.training else {},
         "valid": report.valid,
         "invalid_because": report.invalid_because,
@@ -209,12 +223,11 @@ def _curve(lines: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
     return {name: [line.get(name) for line in lines] for name in ("step", "loss", "accuracy", "streak1")}
 
 
-def _write_features(work: Path) -> int:
+def _write_features(target: Target, texts: int, work: Path) -> int:
     """The states of every sample, all five taps and the last hidden state, written once for all runs."""
-    lines = TEXT.read_text(encoding="utf-8").splitlines(keepends=True)[:TEXTS]
+    lines = TEXT.read_text(encoding="utf-8").splitlines(keepends=True)[:texts]
     (work / "text.jsonl").write_text("".join(lines), encoding="utf-8")
     config = config_of("v5", 0, 1, work, allow=())
-    target = Target.load(TARGET, kernel="torch")
     samples = load_samples(config.data, target.tokenizer, cache=work / "samples", vocab_size=target.vocab_size)
     write_features(work / "features", target, samples, TAPS, soft=True)
     return len(samples)
@@ -262,12 +275,13 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--prompts", type=int, default=PROMPTS)
+    parser.add_argument("--texts", type=int, default=TEXTS)
     parser.add_argument("--output", type=Path, default=HERE)
     options = parser.parse_args()
     results = options.output / "results.json"
     if options.what == "run":
         disable_progress_bar()
-        found = run(options.steps, options.seeds, options.prompts)
+        found = run(options.steps, options.seeds, options.prompts, options.texts)
         options.output.mkdir(parents=True, exist_ok=True)
         results.write_text(json.dumps(found, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     render(json.loads(results.read_text(encoding="utf-8")), options.output)
