@@ -44,7 +44,7 @@ def test_sharded_masters_give_the_same_losses_and_a_whole_checkpoint(run: TinyRu
             torch.testing.assert_close(theirs.optimizer[name][kind], value, atol=1e-5, rtol=1e-3)
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+@pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_ranks_go_on_to_the_last_bit(run: TinyRun, tmp_path: Path, strategy: str) -> None:
     def two(name: str, save_interval: int) -> TinyRun:
         return run.changed(
