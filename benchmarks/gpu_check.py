@@ -1,4 +1,5 @@
-"""What only a GPU can show, in one run of a few minutes: fla's kernels, CUDA decoding, streaming into little memory.
+"""What only a GPU can show, in one run of a few minutes: fla's kernels, CUDA decoding, flex attention's backward, a
+training step of the real size, streaming into little memory.
 
     python benchmarks/gpu_check.py [--device cuda] [--output gpu_check.json]
 
@@ -22,24 +23,39 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 import torch  # noqa: E402 (from a source checkout)
+import yaml  # noqa: E402
 
 from dflash.batch import Text  # noqa: E402
 from dflash.checkpoints import build_drafter, read_checkpoint  # noqa: E402
+from dflash.config import DrafterConfig  # noqa: E402
 from dflash.decode import decode  # noqa: E402
 from dflash.drafter import Drafter  # noqa: E402
+from dflash.evaluate import measure  # noqa: E402
 from dflash.hidden_states import LoadedTaps  # noqa: E402
 from dflash.kernels import select_kernel  # noqa: E402
 from dflash.lossless import lossless, read_again  # noqa: E402
 from dflash.masks import block_mask_mod, dense_mask, layer_rules  # noqa: E402
 from dflash.metrics import DDTREE_NODES, SEED, tau_pooled  # noqa: E402
 from dflash.offload import StreamedTaps  # noqa: E402
+from dflash.progress import Phases  # noqa: E402
+from dflash.recipes import paper  # noqa: E402
 from dflash.replay import replay  # noqa: E402
+from dflash.request import Request  # noqa: E402
 from dflash.sampling import make_sampler  # noqa: E402
 from dflash.target import Target  # noqa: E402
+from dflash.training.batch import Features, Sample  # noqa: E402
+from dflash.training.blocks import draw_blocks  # noqa: E402
+from dflash.training.features import OnlineFeatures  # noqa: E402
+from dflash.training.head_loss import head_loss  # noqa: E402
+from dflash.training.objective import TrainingModel, block_embeddings  # noqa: E402
+from dflash.training.optimizer import adamw  # noqa: E402
+from dflash.training.run_config import RunConfig  # noqa: E402
+from dflash.training.trainer import train  # noqa: E402
 from dflash.vocabulary import SlicedVocabulary  # noqa: E402
 
 FIXTURES = ROOT / "tests" / "fixtures"
 TOKENS = 96
+STEPS = 60
 MIB = 1 << 20
 
 
@@ -76,7 +92,21 @@ def main() -> None:
         for pair in ("dense", "hybrid"):
             answers.ask(f"decoding {pair}, {name}", lambda pair=pair, dtype=dtype: decoding(pair, device, dtype))
     answers.ask("rounds here and on the CPU, hybrid, float32", lambda: rounds_apart(device))
+    for pair in ("dense", "hybrid") if device.type == "cuda" else ("dense",):
+        answers.ask(
+            f"documents of a packed row, each against itself alone, {pair}", lambda pair=pair: packed(pair, device)
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "run" / f"step_{STEPS}"
+        answers.ask("training under the torch kernel", lambda: trained(device, checkpoint.parent))
+        for kernel in ("torch", "fla") if device.type == "cuda" else ("torch",):
+            answers.ask(
+                f"its evaluation, kernel {kernel}", lambda kernel=kernel: evaluation(device, kernel, checkpoint)
+            )
     answers.ask("flex attention against the dense mask, forward and backward", lambda: flex(device))
+    answers.ask("the trainer's loss and gradients, flex against dense", lambda: trained_apart(device))
+    sizes = "qwen3.6-27b" if device.type == "cuda" else "tiny"
+    answers.ask(f"a training step of configs/{sizes}.yaml on random states", lambda: training_step(device, sizes))
     if device.type == "cuda":
         answers.ask("streaming, peak MiB over largest layer + activations", lambda: streaming(device))
         answers.ask("head of 248320 rows, 2000 tokens: MiB above the weights", lambda: head(device))
@@ -198,6 +228,142 @@ def flex(device: torch.device) -> dict[str, float]:
             gradients = [torch.autograd.grad(one.square().sum(), q, retain_graph=True)[0] for one in (ours, theirs)]
             worst["gradient"] = max(worst["gradient"], (gradients[0] - gradients[1]).abs().max().item())
     return worst
+
+
+def packed(pair: str, device: torch.device) -> dict[str, float]:
+    """Largest relative error of a document's taps in one packed row, against the document in a row of its own."""
+    found = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        target, drafter, prompts = load(pair, device, dtype)
+        source = OnlineFeatures(target, drafter.config.target_layer_ids, soft=False)
+        texts = [
+            Sample(place, torch.tensor(ids), torch.ones(len(ids), dtype=torch.bool))
+            for place, (_, ids) in enumerate(prompts)
+        ]
+        lengths = [len(text.ids) for text in texts]
+        together = source.features([texts]).taps[0, : sum(lengths)].float().split(lengths)
+        alone = [source.features([[text]]).taps[0].float() for text in texts]
+        errors = [((ours - theirs).norm() / theirs.norm()).item() for ours, theirs in zip(together, alone, strict=True)]
+        found[str(dtype).removeprefix("torch.")] = max(errors)
+    return found
+
+
+def trained(device: torch.device, output: Path) -> str:
+    """A run of ``configs/tiny.yaml`` in bfloat16, online, cut short: preflight, steps, a checkpoint, τ."""
+    path = ROOT / "configs" / "tiny.yaml"
+    raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    raw |= {"output": str(output), "features": {"mode": "online"}}
+    raw["target"] |= {"path": str(FIXTURES / "tiny-hybrid"), "dtype": "bfloat16", "device": str(device)}
+    raw["drafter"] |= {"config": str(ROOT / raw["drafter"]["config"]), "dtype": "bfloat16"}
+    raw["data"] |= {"files": [str(ROOT / name) for name in raw["data"]["files"]]}
+    raw["optimizer"] |= {"max_steps": STEPS}
+    raw["evaluation"] |= {"prompts": str(ROOT / raw["evaluation"]["prompts"]), "num_prompts": 16}
+    return train(RunConfig.from_dict(raw, source=str(path))).headline()
+
+
+def evaluation(device: torch.device, kernel: Literal["fla", "torch"], checkpoint: Path) -> dict[str, Any]:
+    """``dflash evaluate`` in bfloat16: its headline, its time, and what every check between the kernels says."""
+    request = Request(
+        target=FIXTURES / "tiny-hybrid",
+        checkpoint=checkpoint,
+        prompts=ROOT / "prompts" / "tiny.jsonl",
+        output=checkpoint.parent / f"report-{kernel}",
+        num_prompts=16,
+        max_new_tokens=TOKENS,
+        ignore_eos=True,
+        device=str(device),
+        dtype="bfloat16",
+        kernel=kernel,
+    )
+    report, _ = measure(request, Phases(5))
+    between = ("kernel", "hidden-state-fingerprint", "tap-statistics", "training-metric-replay", "reference-agreement")
+    told = {one.name: f"{one.status}, {one.measured} of {one.limit}" for one in report.checks if one.name in between}
+    failed = [one.name for one in report.checks if one.status == "fail"]
+    seconds = round(sum(report.timings.values()), 1)
+    return {"headline": report.headline(), "seconds": seconds, "between the kernels": told, "failed": failed}
+
+
+def trained_apart(device: torch.device) -> dict[str, float]:
+    """Relative difference of the trainer's loss and of its gradients between its two forms of the mask, float32.
+
+    The flex backward exists on CUDA only: elsewhere the losses alone are compared.
+    """
+    config, features = random_features(device, "tiny", rows=4, length=256)
+    drafter = build_drafter(read_checkpoint(FIXTURES / "tiny-hybrid-dflash"), device=device, dtype=torch.float32)
+    vocabulary = random_vocabulary(config, device, torch.float32)
+    losses, gradients = [], []
+    for attention in ("dense", "flex"):
+        model = TrainingModel(drafter, compute_dtype=torch.float32, attention=attention)
+        backward = device.type == "cuda" or attention == "dense"
+        drafter.requires_grad_(backward)
+        loss = step_loss(model, features, vocabulary, num_anchors=32, chunk_tokens=512)
+        losses.append(loss.item())
+        if backward:
+            [gradient] = torch.autograd.grad(loss, [drafter.fc.weight])
+            gradients.append(gradient)
+    found = {"loss": abs(losses[1] - losses[0]) / losses[0]}
+    if len(gradients) == 2:
+        found["gradient of fc"] = float((gradients[1] - gradients[0]).norm() / gradients[0].norm())
+    return found
+
+
+def training_step(device: torch.device, name: str) -> dict[str, Any]:
+    """Seconds of a step of one row (the second and third of three), and the peak memory with AdamW's states."""
+    run = RunConfig.read(ROOT / "configs" / f"{name}.yaml")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    config, features = random_features(device, name, rows=1, length=min(run.data.max_length, 3072), dtype=dtype)
+    torch.manual_seed(0)
+    drafter = Drafter(config).to(device)
+    attention: Literal["flex", "dense"] = "flex" if device.type == "cuda" else "dense"
+    model = TrainingModel(drafter, compute_dtype=dtype, attention=attention)
+    vocabulary, optimizer = random_vocabulary(config, device, dtype), adamw(model, run.optimizer)
+    objective, seconds = run.objective, []
+    for _ in range(3):
+        started = time.perf_counter()
+        loss = step_loss(
+            model, features, vocabulary, num_anchors=objective.num_anchors, chunk_tokens=objective.chunk_tokens
+        )
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(round(time.perf_counter() - started, 3))
+    peak = round(torch.cuda.max_memory_allocated(device) / MIB) if device.type == "cuda" else "not measured"
+    blocks = f"{objective.num_anchors} blocks of {config.block_size} over {features.ids.shape[1]} tokens"
+    return {"blocks": blocks, "seconds": seconds[1:], "peak MiB": peak}
+
+
+def random_features(
+    device: torch.device, name: str, *, rows: int, length: int, dtype: torch.dtype = torch.float32
+) -> tuple[DrafterConfig, Features]:
+    """Rows of random tokens and states for the drafter of ``configs/<name>-drafter.json``."""
+    path = ROOT / "configs" / f"{name}-drafter.json"
+    config = DrafterConfig.from_dict(json.loads(path.read_text(encoding="utf-8")), source=str(path))
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, config.vocab_size, (rows, length), generator=generator).to(device)
+    taps = torch.randn(rows, length, config.tap_width, generator=generator).to(device, dtype)
+    samples = [[row] for row in range(rows)]
+    return config, Features(ids, torch.ones_like(ids, dtype=torch.bool), torch.zeros_like(ids), taps, samples)
+
+
+def random_vocabulary(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> SlicedVocabulary:
+    torch.manual_seed(0)
+    weights = torch.randn(config.vocab_size, config.hidden_size, device=device, dtype=dtype) / config.hidden_size**0.5
+    return SlicedVocabulary(device, weights, weights, torch.arange(config.vocab_size, device=device))
+
+
+def step_loss(
+    model: TrainingModel, features: Features, vocabulary: SlicedVocabulary, *, num_anchors: int, chunk_tokens: int
+) -> torch.Tensor:
+    config = model.drafter.config
+    recipe = paper(config.block_size)
+    assert recipe is not None
+    blocks = draw_blocks(features, config, num_anchors=num_anchors, seed=0, epoch=0)
+    embeddings = block_embeddings(vocabulary, blocks, features.ids, config)
+    hidden = model(features.taps, blocks, features.starts, embeddings)
+    sums = head_loss(hidden, blocks, recipe, vocabulary, teacher=None, chunk_tokens=chunk_tokens)
+    return sums.numerator / sums.weight
 
 
 def streaming(device: torch.device) -> float:
