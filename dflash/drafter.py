@@ -115,10 +115,14 @@ def attend(queries: Tensor, keys: Tensor, values: Tensor, mask: Mask) -> Tensor:
     """
     if isinstance(mask, Tensor):
         return F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=True)
-    # Without compilation flex attention computes all scores, which serves to compare masks and nothing else.
+    mixed: Tensor = _flex_attention(queries)(queries, keys, values, block_mask=mask, enable_gqa=True)
+    return mixed
+
+
+def _flex_attention(queries: Tensor) -> Any:
+    """Compiled where it is trained with; otherwise it computes all scores, which serves to compare masks alone."""
     compiled = queries.is_cuda and not torch.compiler.is_compiling()
-    flex: Callable[..., Tensor] = _compiled_flex_attention() if compiled else flex_attention
-    return flex(queries, keys, values, block_mask=mask, enable_gqa=True)
+    return _compiled_flex_attention() if compiled else flex_attention
 
 
 @cache
