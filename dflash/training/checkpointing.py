@@ -166,7 +166,7 @@ def _verified(path: Path) -> Manifest:
 
 def _remove(path: Path) -> None:
     """Under a name that is no checkpoint's first: half of a removed one is never taken for one."""
-    doomed = path.with_name(f"{_PARTIAL}{path.name}.removed")
+    doomed = path.with_name(f".{path.name}.removed")
     path.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
 
