@@ -1,12 +1,13 @@
 """The command, run in the process of the test."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
 
 from dflash.cli import main
+from tests.dflash.servers import WireServer, servers
 
 
 @pytest.fixture
@@ -24,3 +25,18 @@ def run_dflash(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         return SimpleNamespace(returncode=code, **capsys.readouterr()._asdict())
 
     return run
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., WireServer]]:
+    """Start servers of given routes; they end with the test."""
+    with servers() as start:
+        yield start
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_dense):
+    """The tiny targets' tokenizer."""
+    from dflash.target import load_tokenizer
+
+    return load_tokenizer(tiny_dense.target)

@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+from dflash.completions import Completion, complete, connect
+
 Route = Callable[[dict | None], object]
 """From a request's JSON (None for GET) to ``(status, answer)`` or ``(status, answer, headers)``, or ``HANG_UP``."""
 
@@ -107,6 +109,17 @@ def servers() -> Iterator[Callable[..., WireServer]]:
     yield start
     for server in started:
         server.close()
+
+
+def ask(server: WireServer, prompts: list[list[int]], **changes: object) -> list[Completion]:
+    """Completions of ``prompts`` from ``server``, at most 8 tokens each unless ``changes`` says otherwise."""
+    settings = {"max_new_tokens": 8, "ignore_eos": False, "progress": lambda done, total: None} | changes
+    return complete(connect(server.url), prompts, **settings)
+
+
+def ids(*written: list[int]) -> list[Completion]:
+    """Completions whose ids the server gave."""
+    return [Completion(tokens) for tokens in written]
 
 
 def first(*answers: object) -> Route:

@@ -9,18 +9,12 @@ from dflash.completions import ServerError, connect
 from dflash.metrics import NoRoundsError
 from dflash.served import measure_served, served_metrics, served_rounds
 from dflash.vllm_counters import Counters
-from tests.dflash.servers import Rounds, SpeculatingVllm, first, servers, sglang, speculating_sglang, vllm
+from tests.dflash.servers import Rounds, SpeculatingVllm, first, sglang, speculating_sglang, vllm
 
 PROMPTS = [("a", [1, 5]), ("b", [2, 5]), ("c", [3, 5])]
 ROUNDS = {1: [3, 0, 2], 2: [3, 3], 3: [1]}
 TOKENS = {"a": 1 + 8, "b": 1 + 8, "c": 1 + 2}
 BY_ACCEPTED = [1, 1, 1, 3]
-
-
-@pytest.fixture
-def serve():
-    with servers() as start:
-        yield start
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""``dflash data regenerate``: what is asked of servers, what is written, and how an interrupted run goes on."""
+"""``dflash data regenerate``: what is asked of what is written, and how an interrupted run goes on."""
 
 import json
 from types import SimpleNamespace
@@ -9,16 +9,10 @@ from dflash import http_client
 from dflash.target import load_tokenizer
 from dflash.training.run_config import DataSection
 from dflash.training.samples import load_samples
-from tests.dflash.servers import first, servers, sglang, transformers_serve, vllm, vllm_answer
+from tests.dflash.servers import first, sglang, transformers_serve, vllm, vllm_answer
 
 END = 2  # <|im_end|> of the tiny tokenizer
 ROWS = 512
-
-
-@pytest.fixture
-def serve():
-    with servers() as start:
-        yield start
 
 
 @pytest.fixture
