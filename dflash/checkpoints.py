@@ -33,6 +33,7 @@ from dflash.config import ConfigError, DrafterConfig
 from dflash.drafter import Drafter
 from dflash.formats import ReadConfig, our_name, read_config
 from dflash.manifest import DRAFTER, PROBE, REPLAY, Manifest, read_manifest, require_sha256, verify
+from dflash.recipes import Recipe, RecipeError, describe
 
 ConfigSource = Literal["key config", "config.json beside", "--drafter-config", "reference"]
 
@@ -385,12 +386,23 @@ def _training(content: Mapping[str, Any]) -> dict[str, Any]:
     """Plain numbers and names that a trainer saved at the top level or under ``metrics``."""
     nested = content.get("metrics")
     places = (nested if isinstance(nested, Mapping) else {}, content)
-    return {
+    return _recipe_in_a_line(content) | {
         key: place[key]
         for place in places
         for key, types in _TRAINING_KEYS.items()
         if isinstance(place.get(key), types) and not isinstance(place[key], bool)
     }
+
+
+def _recipe_in_a_line(content: Mapping[str, Any]) -> dict[str, Any]:
+    """A manifest's recipe as a report shows it; one that says nonsense is left to its check."""
+    said = content.get("recipe")
+    if not isinstance(said, Mapping):
+        return {}
+    try:
+        return {"recipe": describe(Recipe.from_dict(said, source="manifest"))}
+    except RecipeError:
+        return {}
 
 
 def _step_in_name(path: Path) -> int | None:

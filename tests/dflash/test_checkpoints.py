@@ -268,6 +268,14 @@ def test_a_step_directory_is_read_with_its_manifest(tmp_path: Path) -> None:
     assert inspect_checkpoint(path).problems == []
 
 
+def test_a_steps_recipe_is_told_in_a_line_and_nonsense_is_left_to_its_check(tmp_path: Path) -> None:
+    path = save_step(tmp_path / "step_7", random_weights())
+    seal(path, step=7, metrics={}, recipe={"loss": "ce", "gamma": 7.0, "block_size": 16, "name": None})
+    assert read_checkpoint(path).training["recipe"] == "loss ce, gamma 7, block_size 16"
+    seal(path, step=7, metrics={}, recipe={"loss": "magic"})
+    assert "recipe" not in read_checkpoint(path).training
+
+
 def test_a_step_is_read_where_only_what_an_evaluation_needs_was_brought(tmp_path: Path) -> None:
     path = save_step(tmp_path / "step_7", random_weights())
     for name in ("training_state.pt", "probe.safetensors"):
