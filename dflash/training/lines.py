@@ -7,12 +7,13 @@ else's and left alone.
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from dflash.errors import DFlashError, UsageError
 
@@ -21,14 +22,26 @@ class DataError(DFlashError):
     """Training data cannot be read, or has a line that is none; the message names the file and the line."""
 
 
+def _encodable(text: str) -> str:
+    """JSON can say half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"holds {text[error.start]!r}, half of a character; write the file again as UTF-8") from None
+    return text
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+
+
 class Turn(BaseModel):
     """One turn of a chat; ``reasoning_content`` is a thought kept apart from what was said."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     role: Literal["system", "user", "assistant", "tool"]
-    content: str
-    reasoning_content: str | None = None
+    content: Text
+    reasoning_content: Text | None = None
 
 
 class ExactIds(BaseModel):
@@ -42,7 +55,7 @@ class ExactIds(BaseModel):
 
     prompt_ids: list[NonNegativeInt]
     response_ids: list[NonNegativeInt]
-    response: str | None = None
+    response: Text | None = None
     thinking: bool | None = None
     retokenized: bool = False
 
@@ -60,8 +73,8 @@ class Pair(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    prompt: str = Field(min_length=1)
-    response: str
+    prompt: Text = Field(min_length=1)
+    response: Text
 
 
 Line = ExactIds | Chat | Pair
@@ -89,21 +102,29 @@ def file_source(path: Path) -> Source:
     """A file of JSON lines. Raises :class:`DataError`, from ``read`` as well."""
 
     def read(done: Callable[[int], None]) -> Iterator[tuple[str, Line]]:
-        position = 0
-        with path.open("rb") as lines:  # cuts at line feeds alone; JSON may hold U+2028
-            for number, line in enumerate(lines, start=1):
-                position += len(line)
-                done(position)
-                line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
-                if line.strip():
-                    yield f"{path}:{number}", parse(_object(line, f"{path}:{number}"), f"{path}:{number}")
+        position, content = 0, hashlib.sha256()
+        try:
+            with path.open("rb") as lines:  # cuts at line feeds alone; JSON may hold U+2028
+                for number, line in enumerate(lines, start=1):
+                    position += len(line)
+                    content.update(line)
+                    done(position)
+                    line = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
+                    if line.strip():
+                        yield f"{path}:{number}", parse(_object(line, f"{path}:{number}"), f"{path}:{number}")
+        except OSError as error:
+            raise _unreadable(path, error) from None
+        if content.hexdigest() != digest:
+            raise DataError(f"{path}: was changed while it was read; run the command again when it is finished")
 
     try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise DataError(f"{path}: is a directory or a pipe; expected a file of JSON lines, which is read twice")
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
             size = os.fstat(file.fileno()).st_size
     except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines") from None
+        raise _unreadable(path, error) from None
     return Source(str(path), digest, size, read)
 
 
@@ -149,9 +170,25 @@ def parse(raw: dict[str, Any], place: str) -> Line:
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise DataError(f"{place}: {key}: {first['msg']}") from None
+        raise DataError(f"{place}: {_said(error)}") from None
+
+
+def _said(error: ValidationError) -> str:
+    """The first problem; a key that a turn does not have explains others, such as a call instead of a content."""
+    problems = error.errors()
+    problem = next((one for one in problems if one["type"] == "extra_forbidden"), problems[0])
+    key = ".".join(str(part) for part in problem["loc"])
+    if key.startswith("messages.") and problem["type"] in ("extra_forbidden", "missing", "string_type"):
+        found = {"extra_forbidden": "is not known", "missing": "is missing", "string_type": "is no text"}
+        return (
+            f"{key} {found[problem['type']]}; a turn has role, content and perhaps reasoning_content, as text (a "
+            f"tool's call as the target writes it); rewrite the line or leave it out"
+        )
+    return f"{key}: {problem['msg'].removeprefix('Value error, ')}"
+
+
+def _unreadable(path: Path, error: OSError) -> DataError:
+    return DataError(f"{path}: cannot be read ({error.strerror}); expected a file of JSON lines")
 
 
 def _object(line: bytes, place: str) -> dict[str, Any]:

@@ -161,6 +161,8 @@ class _Reading:
         self._vocab_size = vocab_size
         self._writer = writer
         self._progress = progress
+        self._thinking = data.thinking
+        """The one mode of all lines that say theirs."""
         self._totals: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
         self._turns: Counter[str] = Counter()
@@ -200,10 +202,15 @@ class _Reading:
             yield place, line
 
     def _require_own(self, place: str, line: ExactIds) -> None:
-        if line.thinking is not None and self._data.thinking is not None and line.thinking != self._data.thinking:
+        if line.thinking is None:
+            return
+        if self._thinking is None:
+            self._thinking = line.thinking
+        if line.thinking != self._thinking:
+            wanted = "data.thinking is" if self._data.thinking is not None else "lines before it with thinking"
             raise DataError(
-                f"{place}: was written with thinking {_switch(line.thinking)}, and data.thinking is "
-                f"{_switch(self._data.thinking)}; regenerate the data in the mode that is served"
+                f"{place}: was written with thinking {_switch(line.thinking)}, and {wanted} {_switch(self._thinking)}; "
+                f"regenerate the data in the mode that is served"
             )
 
     def _require_same_text(self, place: str, line: ExactIds) -> None:

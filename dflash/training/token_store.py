@@ -6,16 +6,19 @@
     <directory>/tokens.u32    little-endian; the highest bit says that the target wrote the token
     <directory>/offsets.i64   where each document begins, and where the last one ends
 
-A directory with its name is complete. Imports no torch.
+A directory with its name is complete; one that is being written, or was when its process died, has another. Imports
+no torch.
 """
 
+import fcntl
 import hashlib
 import json
 import os
 import shutil
+import socket
 import tempfile
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -38,15 +41,15 @@ class TokenStore:
     """The documents that :func:`writing` left in a directory. ``said`` is what the writer noted."""
 
     def __init__(self, directory: Path) -> None:
-        """Raises :class:`TokenStoreError` where the files are not what was written."""
+        """Raises :class:`TokenStoreError` where the files are not what was written, to the last bit: all are read."""
         self.directory = directory
         header = _header(directory)
         self.sha256: str = header["sha256"]
         self.said: dict[str, Any] = header["said"]
         self._offsets = _mapped(directory / "offsets.i64", "<i8", header["documents"] + 1)
         self._tokens = _mapped(directory / "tokens.u32", "<u4", header["tokens"])
-        if self._offsets[0] != 0 or self._offsets[-1] != header["tokens"]:
-            raise TokenStoreError(f"{directory}/offsets.i64 is damaged; remove the directory, it is made again")
+        if _digest(directory / "tokens.u32", directory / "offsets.i64") != self.sha256:
+            raise TokenStoreError(f"{directory} is not what was written there; remove the directory, it is made again")
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -103,23 +106,27 @@ class Writer:
 def writing(directory: Path) -> Iterator[Writer]:
     """Write ``directory``, which appears whole when the block ends without an error, or not at all.
 
-    Where another process was first, its directory stays. Raises :class:`TokenStoreError` for a full disk and the like.
+    Where another process was first, its directory stays; what a killed one left is removed. Raises
+    :class:`TokenStoreError` for a full disk and the like.
     """
     partial: Path | None = None
+    ours = f".{directory.name}.{socket.gethostname()}."
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
-        with (partial / "tokens.u32").open("wb") as tokens:
-            writer = Writer(tokens)
-            yield writer
-            _to_disk(tokens)
-        writer._finish(partial)
-        partial.chmod(0o755)
-        try:
-            partial.rename(directory)
-        except OSError:
-            if not (directory / "store.json").is_file():
-                raise
+        _remove_orphans(directory.parent.glob(f"{ours}*/tokens.u32"))
+        partial = Path(tempfile.mkdtemp(prefix=ours, dir=directory.parent))
+        with _locked(partial):
+            with (partial / "tokens.u32").open("wb") as tokens:
+                writer = Writer(tokens)
+                yield writer
+                _to_disk(tokens)
+            writer._finish(partial)
+            partial.chmod(0o755)
+            try:
+                partial.rename(directory)
+            except OSError:
+                if not (directory / "store.json").is_file():
+                    raise
     except OSError as error:
         raise TokenStoreError(
             f"{directory} could not be written ({error.strerror}); free space there or set data.cache elsewhere"
@@ -127,6 +134,41 @@ def writing(directory: Path) -> Iterator[Writer]:
     finally:
         if partial is not None:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[bool]:
+    """Whether ``directory`` is this process's while the block lasts; its lock ends with it, however it ends."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            locked = True
+        except OSError:  # another's, or a file system without locks
+            locked = False
+        yield locked
+    finally:
+        os.close(descriptor)
+
+
+def _remove_orphans(files: Iterable[Path]) -> None:
+    """The directories of ``files`` whose writers were killed: a living one locks its directory before it writes."""
+    for file in files:
+        with suppress(OSError), _locked(file.parent) as orphaned:
+            if orphaned:
+                shutil.rmtree(file.parent, ignore_errors=True)
+
+
+def _digest(*files: Path) -> str:
+    content = hashlib.sha256()
+    try:
+        for path in files:
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    content.update(block)
+    except OSError as error:
+        raise TokenStoreError(f"{path} cannot be read ({error.strerror}); is the disk well?") from None
+    return content.hexdigest()
 
 
 def _header(directory: Path) -> dict[str, Any]:

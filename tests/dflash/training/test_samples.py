@@ -3,8 +3,11 @@
 import errno
 import json
 import multiprocessing
+import os
+import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +16,7 @@ from dflash.errors import UsageError
 from dflash.prompts import ThinkingError, read_prompts
 from dflash.target import Target, load_tokenizer
 from dflash.training import token_store
-from dflash.training.lines import DataError
+from dflash.training.lines import DataError, file_source
 from dflash.training.run_config import DataSection
 from dflash.training.samples import SampleCounts, load_samples
 from dflash.training.token_store import TokenStore, TokenStoreError, writing
@@ -162,8 +165,10 @@ def test_data_of_which_nothing_is_left_is_an_error_that_says_why(load):
         ({"prompt": "p"}, r"data.jsonl:2: has prompt; expected"),
         ({"messages": []}, r"data.jsonl:2: messages: "),
         ({"messages": [{"role": "human", "content": "c"}]}, r"data.jsonl:2: messages.0.role: "),
-        ({"messages": [{"role": "user", "content": [{"text": "c"}]}]}, r"data.jsonl:2: messages.0.content: "),
-        ({"messages": [{"role": "assistant", "content": "c", "tool_calls": [1]}]}, r"messages.0.tool_calls: "),
+        ({"messages": [{"role": "user", "content": [{"text": "c"}]}]}, r"data.jsonl:2: messages.0.content is no"),
+        ({"messages": [{"role": "assistant", "tool_calls": [1]}]}, r"messages.0.tool_calls is not known; a turn has"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, r"data.jsonl:2: messages.0.content: holds '.ud800'"),
+        ({"prompt": "p", "response": "a\udfffb"}, r"data.jsonl:2: response: holds '.udfff'"),
         (exact([-1]), r"data.jsonl:2: prompt_ids.0: "),
         (exact([5.5]), r"data.jsonl:2: prompt_ids.0: "),
     ],
@@ -183,6 +188,11 @@ def test_ids_written_in_the_other_thinking_mode_are_refused(load):
     assert len(load(exact(thinking=False))) == 1
     with pytest.raises(DataError, match=r"data.jsonl:1: was written with thinking on, and data.thinking is off"):
         load(exact(thinking=True))
+
+
+def test_ids_of_both_thinking_modes_are_no_data_for_one_drafter(load):
+    with pytest.raises(DataError, match=r"data.jsonl:3: was written with thinking off, and lines before it with thin"):
+        load(exact(), exact(thinking=True), exact(thinking=False), thinking=None)
 
 
 def test_data_of_a_target_with_a_larger_vocabulary_is_refused(load):
@@ -207,6 +217,31 @@ def test_a_file_that_is_not_there_is_named(tmp_path, tokenizer):
 
 
 # --- on disk
+
+
+def test_a_pipe_is_refused_for_it_can_be_read_once_only(tmp_path, tokenizer):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match=r"pipe: is a directory or a pipe"):
+        load_samples(DataSection(files=(tmp_path / "pipe",)), tokenizer, cache=tmp_path, vocab_size=ROWS)
+
+
+def test_a_file_that_changes_while_it_is_read_is_not_kept_under_what_it_was(load, tmp_path):
+    def add(done, total):
+        with (tmp_path / "data.jsonl").open("a") as file:
+            file.write(json.dumps(exact(response=(9, 9, 9))) + "\n" if done < 2 * total else "")
+
+    with pytest.raises(DataError, match=r"data.jsonl: was changed while it was read"):
+        load(exact(), progress=add)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_data_that_goes_away_while_it_is_read_is_not_taken_for_a_full_cache(tmp_path):
+    path = tmp_path / "data.jsonl"
+    path.write_text(json.dumps(exact()))
+    source = file_source(path)
+    path.unlink()
+    with pytest.raises(DataError, match=r"data.jsonl: cannot be read \(No such file"):
+        list(source.read(lambda done: None))
 
 
 def test_lines_are_tokenised_once_and_again_when_anything_they_depend_on_changes(load, tokenizer, monkeypatch):
@@ -270,6 +305,16 @@ def test_a_file_that_was_cut_off_is_named(load, name):
         load(exact())
 
 
+@pytest.mark.parametrize("name", ["tokens.u32", "offsets.i64"])
+def test_one_flipped_bit_is_found_before_it_is_trained_on(load, name):
+    path = load(exact(), exact()).directory / name
+    content = bytearray(path.read_bytes())
+    content[11] ^= 0x80
+    path.write_bytes(content)
+    with pytest.raises(TokenStoreError, match=r"is not what was written there; remove the directory"):
+        load(exact(), exact())
+
+
 def test_another_version_of_the_store_is_refused(load, monkeypatch):
     load(exact())
     monkeypatch.setattr(token_store, "VERSION", 99)
@@ -287,6 +332,30 @@ def test_processes_that_tokenise_the_same_data_at_once_get_the_same_samples(tmp_
     assert [writer.exitcode for writer in writers] == [0, 0, 0]
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
     assert TokenStore(tmp_path / "store").read(1)[0].tolist() == list(range(1000))
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next_and_a_living_one_is_not(tmp_path):
+    context = multiprocessing.get_context("fork")
+    begun = context.Event()
+    killed = context.Process(target=begin_store, args=(tmp_path / "store", begun))
+    killed.start()
+    assert begun.wait(60)
+    with writing(tmp_path / "store") as writer:
+        writer.add([1], [])
+        assert len(list(tmp_path.iterdir())) == 2, "the other process is still at it"
+        killed.kill()
+        killed.join(60)
+        with writing(tmp_path / "store") as second:
+            assert len(list(tmp_path.iterdir())) == 2, "both living ones, and the killed one's no more"
+            second.add([2], [])
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
+    assert TokenStore(tmp_path / "store").read(0)[0].tolist() == [2], "the first to end"
+
+
+def begin_store(directory: Path, begun: Any) -> None:
+    with writing(directory):
+        begun.set()
+        signal.pause()
 
 
 def write_store(directory: Path) -> None:
