@@ -17,13 +17,13 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
-from safetensors import SafetensorError
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from dflash.errors import DFlashError
 from dflash.memory import show_bytes
 from dflash.output import to_disk
 
-VERSION = 1
+VERSION: Literal[1] = 1
 SHARD_BYTES = 1 << 24, 1 << 30
 """Of states in one shard, at least and at most, unless one document has more. So much is in memory while written."""
 SHARES = 64
@@ -62,18 +62,28 @@ class FeatureIndex(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dflash_features: int = VERSION
+    dflash_features: Literal[1] = VERSION
     target_fingerprint: str
     tokenizer: str
     kernel: str
-    dtype: str
-    hidden_size: int
-    layer_ids: tuple[int, ...]
+    dtype: Literal["float32", "float16", "bfloat16"]
+    hidden_size: PositiveInt
+    layer_ids: tuple[int, ...] = Field(min_length=1)
     soft: bool
     samples_sha256: str
     samples: int
     tokens: int
-    shards: tuple[Shard, ...]
+    shards: tuple[Shard, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _shards_hold_the_samples(self) -> Self:
+        """Each of them in one shard, in their order, all in this directory: what is read goes by it."""
+        first = [0, *accumulate(shard.count for shard in self.shards)]
+        named = [shard.file == _file(number) for number, shard in enumerate(self.shards)]
+        whole = first[-1] == self.samples and sum(shard.tokens for shard in self.shards) == self.tokens
+        if not (whole and all(named) and [shard.first for shard in self.shards] == first[:-1]):
+            raise ValueError(f"its shards are not those of {self.samples} samples with {self.tokens} tokens")
+        return self
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -202,7 +212,9 @@ class FeatureReader:
         path = self.directory / shard.file
         try:
             records: Mapping[str, TensorRecord] = read_safetensors_file(path).content
-        except CheckpointError as error:
+            with safe_open(path, "pt") as file:
+                written_for = (file.metadata() or {}).get("store")
+        except (CheckpointError, SafetensorError, OSError) as error:
             raise FeatureStoreError(f"{error}; or remove it and run dflash data features again") from None
         found = {name: f"{record.dtype} {list(record.shape)}" for name, record in records.items()}
         wanted = {
@@ -215,6 +227,11 @@ class FeatureReader:
                     f"{path}: {name} is {found.get(name, 'missing')}, expected {wanted.get(name, 'no such tensor')}; "
                     f"{_WRITE_AGAIN}"
                 )
+        if written_for != self.index.digest:
+            raise FeatureStoreError(
+                f"{path}: was written for another directory than {_INDEX} says, with states of another target, kernel, "
+                f"taps or samples; {_WRITE_AGAIN}"
+            )
         return records
 
     def _borders(self, shard: Shard, records: Mapping[str, TensorRecord]) -> Tensor:
@@ -260,9 +277,13 @@ def plan_shards(lengths: Sequence[int], token_bytes: int, *, shard_bytes: int) -
         size += tokens
     cuts.append(len(lengths))
     return tuple(
-        Shard(file=f"shard-{number:05d}.safetensors", first=first, count=end - first, tokens=sum(lengths[first:end]))
+        Shard(file=_file(number), first=first, count=end - first, tokens=sum(lengths[first:end]))
         for number, (first, end) in enumerate(pairwise(cuts))
     )
+
+
+def _file(number: int) -> str:
+    return f"shard-{number:05d}.safetensors"
 
 
 def bytes_per_token(taps: int, hidden_size: int, dtype: torch.dtype, *, soft: bool) -> int:

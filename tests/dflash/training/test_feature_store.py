@@ -1,6 +1,7 @@
 """States on disk: what training reads there is what the target says, and what is not so is refused by name."""
 
 import errno
+import json
 import stat
 import subprocess  # noqa: TID251 (another process holds the lock)
 import sys
@@ -295,11 +296,43 @@ def test_a_damaged_directory_is_named_before_training_begins(
         opened(tmp_path / "store", texts)
 
 
+def test_a_shard_of_another_directory_is_not_read_as_this_ones(
+    tmp_path: Path, target: Target, texts: Documents
+) -> None:
+    """Same samples, same shapes, other layers: nothing but the shard's own word tells them apart."""
+    written(tmp_path / "store", target, texts)
+    write_features(tmp_path / "other", target, texts, (0, 2, 4), soft=True, shard_bytes=SHARD_BYTES)
+    name = "shard-00001.safetensors"
+    (tmp_path / "other" / name).replace(tmp_path / "store" / name)
+    with pytest.raises(FeatureStoreError, match=r"shard-00001.* was written for another directory .* remove it and"):
+        opened(tmp_path / "store", texts)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"dtype": "load"}, "dtype: Input should be"),
+        ({"dflash_features": 2}, "dflash_features: Input should be 1"),
+        ({"hidden_size": -32}, "hidden_size: "),
+        ({"shards": []}, "shards: "),
+        ({"samples": 7}, "its shards are not those of 7 samples with 274 tokens"),
+        ({"tokens": 275}, "its shards are not those of 6 samples with 275 tokens"),
+    ],
+)
+def test_an_index_that_contradicts_itself_is_no_traceback(
+    store: Path, tmp_path: Path, change: dict[str, Any], says: str
+) -> None:
+    index = json.loads((store / "features.json").read_text())
+    (tmp_path / "features.json").write_text(json.dumps(index | change))
+    with pytest.raises(FeatureStoreError, match=rf"is no index of features of version 1 \(.*{says}"):
+        read_index(tmp_path)
+
+
 def edit(path: Path, name: str, place: int, value: int) -> None:
     """Change one number of a tensor in a file that stays well-formed."""
     tensors = load_file(path)
     tensors[name][place] = value
-    save_file(tensors, path)
+    save_file(tensors, path, metadata={"store": read_index(path.parent).digest})
 
 
 def test_states_of_other_tokens_are_found_when_they_are_read(tmp_path: Path, target: Target, texts: Documents) -> None:
