@@ -97,7 +97,7 @@ def tokenize(prompts: Sequence[RawPrompt | ChatPrompt], tokenizer: Any, *, think
     """Token ids of each prompt; chats go through the tokenizer's template with the generation prompt behind them.
 
     ``tokenizer`` is a transformers tokenizer. Raises :class:`ThinkingError` for chats when ``thinking`` is ``None``,
-    and :class:`PromptFileError` for chats without a template or a prompt without a token.
+    and :class:`PromptFileError` for chats without a template or that it refuses, and for a prompt without a token.
     """
     require_thinking(prompts, thinking)
     return [_encode(prompt, tokenizer, thinking) for prompt in prompts]
@@ -136,12 +136,18 @@ def _encode(prompt: RawPrompt | ChatPrompt, tokenizer: Any, thinking: bool | Non
     elif not tokenizer.chat_template:
         raise PromptFileError(f"prompt {prompt.id!r} is a chat but the target's tokenizer has no chat template")
     else:
-        text = tokenizer.apply_chat_template(
-            [message.model_dump() for message in prompt.messages],
-            tokenize=False,
-            add_generation_prompt=True,
-            enable_thinking=thinking,
-        )
+        try:
+            text = tokenizer.apply_chat_template(
+                [message.model_dump() for message in prompt.messages],
+                tokenize=False,
+                add_generation_prompt=True,
+                enable_thinking=thinking,
+            )
+        except Exception as error:  # a template raises what it likes, and jinja its own
+            said = " ".join(str(error).split())[:100]
+            raise PromptFileError(
+                f"prompt {prompt.id!r}: the target's template refuses the chat ({said}); change it or take it out"
+            ) from None
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if not ids:
         raise PromptFileError(f"prompt {prompt.id!r} has no token; the target needs at least one to continue")

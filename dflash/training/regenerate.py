@@ -23,7 +23,7 @@ from dflash.completion_store import Completion, CompletionStore
 from dflash.completions import GREEDY, Asker, Sampling, Server, ServerError
 from dflash.errors import UsageError
 from dflash.hidden_states import tokenizer_digest
-from dflash.http_client import Http, each
+from dflash.http_client import Http, StatusError, each
 from dflash.output import OutputError
 from dflash.progress import Phases, Report
 from dflash.prompts import ChatPrompt, PromptFileError, RawPrompt, read_prompts, require_thinking, tokenize
@@ -136,9 +136,17 @@ async def _complete(asked: Regeneration, server: Server, texts: _Texts, store: C
 
     async def work(_worker: int) -> None:
         nonlocal done
-        for _prompt, ids in stream:
+        for prompt, ids in stream:
             if ids not in store:
-                completion, _ = await asker.ask(ids)
+                try:
+                    completion, _ = await asker.ask(ids)
+                except StatusError as error:
+                    if error.status not in completions.REFUSED:
+                        raise
+                    raise ServerError(
+                        f"{error}; it was asked prompt {prompt.id!r} of {len(ids)} tokens for at most "
+                        f"{asked.max_new_tokens} more; if it takes no such prompt, take it out of {asked.prompts}"
+                    ) from None
                 _require_known(completion.ids, rows, asked)
                 store.put(ids, completion)
             done += 1

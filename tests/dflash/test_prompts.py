@@ -111,6 +111,17 @@ def test_a_tokenizer_without_a_template_cannot_take_chats(tmp_path):
         tokenize(read_prompts(write(tmp_path, CHAT)).prompts, tokenizer, thinking=True)
 
 
+def test_a_template_that_refuses_a_chat_is_quoted_and_the_prompt_named(tmp_path):
+    """Qwen3.5's and Qwen3.6's raise on a chat without a question."""
+
+    class Refusing(WordTokenizer):
+        def apply_chat_template(self, messages, **how):
+            raise RuntimeError("No user query found in messages.")
+
+    with pytest.raises(PromptFileError, match=r"prompt 'b': .* refuses the chat \(No user query found in messages"):
+        tokenize(read_prompts(write(tmp_path, CHAT)).prompts, Refusing(), thinking=True)
+
+
 def test_the_default_prompts_are_ten_chats():
     prompt_set = read_prompts(default_prompts())
     assert len(prompt_set.prompts) == 10

@@ -166,6 +166,20 @@ def test_a_run_that_broke_off_goes_on_where_it_ended(serve, run, quick, tmp_path
     assert own == [[5, 60 + number, END] for number in range(8)] + [[6, END]] * 4
 
 
+def test_the_one_prompt_that_a_server_does_not_take_is_named(serve, run):
+    def short(body):
+        if len(body["input_ids"]) > 20:
+            return 400, {"error": {"message": "longer than the model's context length (20 tokens)"}}
+        return answering([5, END])(body)
+
+    long = {"id": "the long one", "prompt": "return x\n" * 40}
+    outcome = run(serve(sglang(generate=short)), *raw("a", "b"), long, options=("--concurrency", 1))
+    assert outcome.returncode == 1
+    assert "context length (20 tokens)" in outcome.err
+    assert "it was asked prompt 'the long one' of " in outcome.err
+    assert "2 of 3 prompts were done" in outcome.err
+
+
 def test_prompts_added_later_are_asked_alone(serve, run, tmp_path):
     server = serve(sglang(generate=answering([5, END])))
     run(server, *raw("a", "b"))
