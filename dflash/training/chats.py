@@ -39,6 +39,14 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class _Seam:
+    """How a piece is tokenised: with the ``special`` tokens before a text, or as it reads ``behind`` another."""
+
+    special: bool = False
+    behind: str = ""
+
+
+@dataclass(frozen=True)
 class Marked:
     """A document: ``ids``, and the half-open ``spans`` of them that the target wrote, ascending."""
 
@@ -83,17 +91,29 @@ def pair_pieces(pair: Pair) -> list[Piece]:
 
 
 def encode(documents: Sequence[Sequence[Piece]], tokenizer: Any) -> list[Marked | UntrainableError]:
-    """The tokens of each document, in one call for all, or why there is none that may be trained on.
+    """The tokens of each document, in few calls for all, or why there is none that may be trained on.
 
-    ``tokenizer`` is a fast transformers tokenizer. Raw prompts get the special tokens that it puts before a text.
+    ``tokenizer`` is a fast transformers tokenizer. Raw prompts get the special tokens that it puts before a text; the
+    space that some put before every text (sentencepiece's) stands before the first piece of a document only.
     """
     ends = special_ids(tokenizer)
-    apart = [piece for pieces in documents for piece in pieces if piece.turn or piece.written]
-    first = [piece for pieces in documents for piece in pieces if not piece.turn and not piece.written]
-    encoded = iter(_encode([piece.text for piece in apart], tokenizer, special=False))
-    begun = iter(_encode([piece.text for piece in first], tokenizer, special=True))
+    spaced = _puts_a_space(tokenizer)
+
+    def seam(place: int, piece: Piece) -> _Seam:
+        if not place:
+            return _Seam(special=not piece.turn)
+        if not spaced:
+            return _Seam()
+        # a question comes behind an end of turn; an answer behind text, of which a line feed merges with nothing
+        return _Seam(behind="\n" if piece.written or tokenizer.eos_token is None else tokenizer.eos_token)
+
+    texts: dict[_Seam, list[str]] = {}
+    for pieces in documents:
+        for place, piece in enumerate(pieces):
+            texts.setdefault(seam(place, piece), []).append(piece.text)
+    encoded = {kind: iter(_encode(some, tokenizer, kind)) for kind, some in texts.items()}
     return [
-        _marked([(piece, next(encoded if piece.turn or piece.written else begun)) for piece in pieces], ends, tokenizer)
+        _marked([(piece, next(encoded[seam(place, piece)])) for place, piece in enumerate(pieces)], ends, tokenizer)
         for pieces in documents
     ]
 
@@ -130,19 +150,42 @@ def _render(chat: list[dict[str, Any]], tokenizer: Any, thinking: bool, *, ask: 
         raise UntrainableError(f"the template refuses the chat ({said})") from None
 
 
-def _encode(texts: list[str], tokenizer: Any, *, special: bool) -> list[list[int]]:
-    if not texts:
-        return []
-    encoded: list[list[int]] = tokenizer(
-        texts, add_special_tokens=special, return_attention_mask=False, return_token_type_ids=False, verbose=False
-    )["input_ids"]
-    return encoded
+def _encode(texts: list[str], tokenizer: Any, seam: _Seam) -> list[list[int] | None]:
+    """None for a text whose tokens merge with what it was put behind."""
+
+    def ids(texts: list[str]) -> list[list[int]]:
+        encoded: list[list[int]] = tokenizer(
+            texts,
+            add_special_tokens=seam.special,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        return encoded
+
+    if not seam.behind:
+        return list(ids(texts))
+    (before,) = ids([seam.behind])
+    return [
+        one[len(before) :] if one[: len(before)] == before else None
+        for one in ids([seam.behind + text for text in texts])
+    ]
 
 
-def _marked(pieces: list[tuple[Piece, list[int]]], ends: frozenset[int], tokenizer: Any) -> Marked | UntrainableError:
+def _puts_a_space(tokenizer: Any) -> bool:
+    """Whether a text's tokens begin with a space that the text has not."""
+    ids = tokenizer("a", add_special_tokens=False)["input_ids"]
+    return " " in tokenizer.decode(ids + ids).strip()
+
+
+def _marked(
+    pieces: list[tuple[Piece, list[int] | None]], ends: frozenset[int], tokenizer: Any
+) -> Marked | UntrainableError:
     """The target's part of a turn goes up to its end token; what the template puts behind that it never writes."""
     marked = Marked([])
     for piece, ids in pieces:
+        if ids is None:
+            return UntrainableError("a part begins with a line feed that this tokenizer merges with the one before it")
         start = len(marked.ids)
         marked.ids.extend(ids)
         if not piece.written:

@@ -25,7 +25,7 @@ from dflash.training.lines import Chat, DataError, ExactIds, Line, Source, datas
 from dflash.training.run_config import DataSection
 from dflash.training.token_store import TokenStore, TokenStoreError, Writer
 
-VERSION = 1
+VERSION = 2
 LINES_AT_ONCE = 256
 """Lines that are tokenised in one call, which uses all cores."""
 DECODED = 32

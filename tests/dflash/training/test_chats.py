@@ -6,6 +6,8 @@ from itertools import product
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
 
 from dflash.target import load_tokenizer
 from dflash.training.chats import (
@@ -301,10 +303,55 @@ def test_what_is_read_and_what_is_written_are_tokenised_apart(tokenizer):
     assert marked.spans == [(start, len(marked.ids))]
 
 
-def test_a_raw_prompt_gets_the_special_tokens_it_is_asked_with_and_its_response_none(tokenizer):
-    from tokenizers.processors import TemplateProcessing
+INST = """\
+{{- bos_token }}
+{%- for message in messages %}
+{{- '[INST] ' + message.content + ' [/INST]' if message.role == 'user' else ' ' + message.content + eos_token }}
+{%- endfor %}"""
 
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+
+@pytest.mark.parametrize("scheme", ["prepended", "first", "always"])
+def test_a_tokenizer_that_puts_a_space_before_texts_puts_none_between_question_and_answer(scheme):
+    """Llama 2's and Mistral's: what is asked and written, read as one text, is what the pieces make together."""
+    tokenizer = spaced_tokenizer(scheme)
+    (pair,) = encode([pair_pieces(Pair(prompt="A city of", response=" France"))], tokenizer)
+    assert pair.ids == tokenizer("A city of France")["input_ids"]
+    assert [tokenizer.convert_ids_to_tokens(pair.ids[start]) for start, _ in pair.spans] == ["▁"]
+    (pair,) = encode([pair_pieces(Pair(prompt="A city of Fr", response="ance"))], tokenizer)
+    assert pair.ids == tokenizer("A city of France")["input_ids"]
+
+    tokenizer.chat_template = INST
+    chat = turns("A city?", "Paris", "Why?", "So")
+    (marked,) = encode([chat_pieces(chat, tokenizer, thinking=False)[0]], tokenizer)
+    whole = tokenizer.apply_chat_template([turn.model_dump() for turn in chat], tokenize=False)
+    assert marked.ids == tokenizer(whole, add_special_tokens=False)["input_ids"]
+    written = ["".join(tokenizer.convert_ids_to_tokens(marked.ids[start:end])) for start, end in marked.spans]
+    assert written == ["▁Paris</s>", "▁So</s>"]
+
+
+def test_a_seam_that_such_a_tokenizer_cannot_be_kept_from_is_refused():
+    tokenizer = spaced_tokenizer("always", merges=[("\n", "\n")])
+    (refused,) = encode([pair_pieces(Pair(prompt="A", response="\nB"))], tokenizer)
+    assert isinstance(refused, UntrainableError)
+    assert "a part begins with a line feed" in str(refused)
+
+
+def spaced_tokenizer(scheme, merges=()):
+    """One token a character, besides ``merges``; a space before texts, as sentencepiece puts it, by three means."""
+    characters = ["<s>", "</s>", "▁", "\n", *map(chr, range(33, 127))]
+    tokens = {token: place for place, token in enumerate([*characters, *map("".join, merges)])}
+    backend = Tokenizer(models.BPE(tokens, list(merges)))
+    if scheme == "prepended":
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    else:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+def test_a_raw_prompt_gets_the_special_tokens_it_is_asked_with_and_its_response_none(tokenizer):
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
     )
     assert tokenizer("def")["input_ids"][0] == 0
