@@ -181,7 +181,7 @@ def _puts_a_space(tokenizer: Any) -> bool:
 def _marked(
     pieces: list[tuple[Piece, list[int] | None]], ends: frozenset[int], tokenizer: Any
 ) -> Marked | UntrainableError:
-    """The target's part of a turn goes up to its end token; what the template puts behind that it never writes."""
+    """The target's part of a turn goes up to its first end token; what stands behind that it never writes."""
     marked = Marked([])
     for piece, ids in pieces:
         if ids is None:
@@ -196,5 +196,6 @@ def _marked(
             behind = ids[length:]
             if not length or (behind and tokenizer.decode(behind).strip()):
                 return UntrainableError("the template ends a turn with no special token, so where it ends is not known")
+            length = ids.index(ids[length - 1]) + 1  # a content may hold the end token as well: the target stops there
         marked.spans.append((start, start + length))
     return marked

@@ -136,6 +136,13 @@ def test_the_line_feed_that_the_template_puts_behind_a_turn_is_not_trained_on(to
     assert tokenizer.decode(marked.ids[end:]) == "\n"
 
 
+def test_nothing_behind_an_end_token_within_a_turn_is_trained_on(tokenizer):
+    """Contents are somebody's texts, chats about chat templates among them; served, the target is stopped there."""
+    spans, whole, _ = trained(tokenizer, PLAIN, turns("one?", "1<|im_end|> is it", "two?", "2"), thinking=False)
+    assert spans == ["1<|im_end|>", "2<|im_end|>"]
+    assert "1<|im_end|> is it<|im_end|>\n" in whole
+
+
 @pytest.mark.parametrize("template", [QWEN3, QWEN3_5], ids=["qwen3", "qwen3.5"])
 def test_thoughts_dropped_from_history_leave_only_the_last_turn(tokenizer, template):
     chat = turns("one?", ("hm one", "1"), "two?", ("hm two", "2"))
@@ -263,7 +270,7 @@ CHATS = st.lists(
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(template=st.sampled_from([PLAIN, QWEN3, QWEN3_5, "tiny"]), chat=CHATS, thinking=st.booleans())
 def test_no_mask_is_ever_empty_or_shifted(shared_tokenizer, template, chat, thinking):
-    """Each span is one turn as the template writes it, behind what the target is asked with before that turn."""
+    """Each span is one turn as the template writes it, to its first end, behind what is asked before that turn."""
     tokenizer = shared_tokenizer
     tokenizer.chat_template = TINY if template == "tiny" else template
     try:
@@ -286,7 +293,9 @@ def test_no_mask_is_ever_empty_or_shifted(shared_tokenizer, template, chat, thin
         before = tokenizer.decode(marked.ids[:start])
         assert before in asked
         turn = render(rendered[: asked[before] + 1])
-        assert turn == before + tokenizer.decode(marked.ids[start:end]) + "\n"
+        assert turn.startswith(before)
+        said, end_token, _ = turn.removeprefix(before).partition("<|im_end|>")
+        assert tokenizer.decode(marked.ids[start:end]) == said + end_token
 
 
 def test_what_is_read_and_what_is_written_are_tokenised_apart(tokenizer):
