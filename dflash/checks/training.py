@@ -62,8 +62,13 @@ def recipe(checkpoint: DrafterCheckpoint, batch: TrainedBatch | str = "") -> Che
             f"the recipe that is meant in the trainer's config",
         )
     if expected.name != "paper":
+        told = f"; the paper's is {_expected(size)}" if _expected(size) else ""
         return verdict(
-            name, "warn", describe(found), describe(expected), f"trained by the recipe {expected.name!r}, as it says"
+            name,
+            "warn",
+            describe(found),
+            describe(expected),
+            f"trained by the recipe {expected.name!r}, as it says{told}",
         )
     return verdict(name, True, describe(found), describe(expected), "the drafter was trained by the paper's recipe")
 

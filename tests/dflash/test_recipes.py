@@ -26,6 +26,8 @@ def test_named_alternatives() -> None:
     assert dpace is not None
     assert (kl.loss, kl.gamma, kl.soft_labels) == ("kl", 7.0, True)
     assert (dpace.loss, dpace.alpha, dpace.gamma) == ("dpace", 0.5, None)
+    composite = Recipe(name="composite", loss="composite", gamma=10.0, temperature=2.0, kl_weight=0.7, block_size=12)
+    assert known("composite", 12) == composite
 
 
 def test_every_difference_is_told() -> None:
