@@ -4,11 +4,13 @@ Strict: an unknown key, a value that cannot be, or two that contradict each othe
 the mend, before a GPU is touched. Paths are relative to the directory the command runs in.
 """
 
+import os
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -34,10 +36,15 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
+LocalPath = Annotated[Path, AfterValidator(lambda path: Path(os.path.expanduser(path)))]
+"""A path as a shell would take it: nobody wants a directory that is called ~."""
+Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class TargetSection(Section):
     """The frozen model whose output is drafted. ``device`` "auto": CUDA where it is there, else the CPU."""
 
-    path: str
+    path: Annotated[str, AfterValidator(os.path.expanduser)]
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     kernel: Literal["auto", "fla", "torch"] = "auto"
     device: str = "auto"
@@ -49,8 +56,8 @@ class DrafterSection(Section):
     ``init`` is a checkpoint whose weights to start from (a warm start: step 0, fresh optimizer); random without it.
     """
 
-    config: Path
-    init: Path | None = None
+    config: LocalPath
+    init: LocalPath | None = None
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """What the drafter computes in, and what its checkpoints hold. The optimizer's masters are float32 either way."""
 
@@ -62,13 +69,13 @@ class DataSection(Section):
     fewer than ``min_loss_tokens`` tokens of loss is left out; both are counted and reported.
     """
 
-    files: tuple[Path, ...] = ()
+    files: tuple[LocalPath, ...] = ()
     datasets: tuple[str, ...] = ()
     split: str = "train"
     thinking: bool | None = None
     max_length: PositiveInt = 3072
     min_loss_tokens: PositiveInt = 2
-    cache: Path | None = None
+    cache: LocalPath | None = None
     """Where the tokenised samples are kept; inside the run's output without it."""
 
     @model_validator(mode="after")
@@ -85,7 +92,7 @@ class FeaturesSection(Section):
     """
 
     mode: Literal["online", "offline"] = "online"
-    directory: Path | None = None
+    directory: LocalPath | None = None
     packing: bool = False
 
     @model_validator(mode="after")
@@ -159,7 +166,7 @@ class OptimizerSection(Section):
     """
 
     learning_rate: PositiveFloat = 6e-4
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Beta, Beta] = (0.9, 0.95)
     weight_decay: NonNegativeFloat = 0.0
     warmup_ratio: float = Field(default=0.04, ge=0, lt=1)
     schedule: Literal["cosine", "constant"] = "cosine"
@@ -199,7 +206,7 @@ class CheckpointSection(Section):
 class EvaluationSection(Section):
     """Real walk τ on held-out prompts every ``eval_interval`` steps, by the evaluator's own code."""
 
-    prompts: Path
+    prompts: LocalPath
     eval_interval: PositiveInt = 500
     num_prompts: PositiveInt | None = None
     max_new_tokens: PositiveInt = 256
@@ -226,7 +233,7 @@ class PreflightSection(Section):
 class RunConfig(Section):
     """A whole run. Everything it writes lies under ``output``."""
 
-    output: Path
+    output: LocalPath
     seed: NonNegativeInt = 0
     target: TargetSection
     drafter: DrafterSection
@@ -271,13 +278,15 @@ class RunConfig(Section):
 
 
 def _said(source: str, problem: Any) -> str:
-    key = ".".join(str(part) for part in problem["loc"]) or "the config"
+    key = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
         return f"{source}: {key} is not known; {_nearest(problem['loc'])}"
     if problem["type"] == "missing":
         return f"{source}: {key} is missing; add it"
-    message = problem["msg"].removeprefix("Value error, ")
-    return f"{source}: {key}: {message}"
+    if problem["type"] == "value_error":  # ours, in whole sentences
+        message = problem["msg"].removeprefix("Value error, ")
+        return f"{source}: {key}: {message}" if key else f"{source}: {message}"
+    return f"{source}: {key} is {problem['input']!r}: {problem['msg']}"
 
 
 def _nearest(place: tuple[int | str, ...]) -> str:
