@@ -24,6 +24,7 @@ from pydantic import (
 
 from dflash.errors import UsageError
 from dflash.recipes import PAPER_GAMMA, Loss, Recipe
+from dflash.training import strict_yaml
 
 
 class RunConfigError(UsageError):
@@ -82,6 +83,11 @@ class DataSection(Section):
     def _some_data(self) -> Self:
         if not self.files and not self.datasets:
             raise ValueError("give files or datasets; there is nothing to train on")
+        if self.min_loss_tokens > self.max_length:
+            raise ValueError(
+                f"min_loss_tokens {self.min_loss_tokens} is more than the max_length {self.max_length} that a sample "
+                f"may have; make it smaller"
+            )
         return self
 
 
@@ -259,7 +265,7 @@ class RunConfig(Section):
     def read(cls, path: Path) -> Self:
         """Read a YAML file. Raises :class:`RunConfigError` that names the file, the key and what is wrong with it."""
         try:
-            raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+            raw = strict_yaml.load(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise RunConfigError(f"{path}: cannot be read ({error.strerror}); give a YAML file") from None
         except (UnicodeDecodeError, yaml.YAMLError) as error:
@@ -286,6 +292,8 @@ def _said(source: str, problem: Any) -> str:
     if problem["type"] == "value_error":  # ours, in whole sentences
         message = problem["msg"].removeprefix("Value error, ")
         return f"{source}: {key}: {message}" if key else f"{source}: {message}"
+    if problem["type"] == "tuple_type":
+        return f"{source}: {key} is {problem['input']!r}, expected a list; write it in brackets: [{problem['input']}]"
     return f"{source}: {key} is {problem['input']!r}: {problem['msg']}"
 
 

@@ -45,6 +45,11 @@ def test_the_large_config_is_the_papers_recipe() -> None:
         ({"optimizer": {}}, "optimizer: give num_epochs or max_steps"),
         ({"optimizer": {"max_steps": 0}}, "optimizer.max_steps is 0: Input should be greater than 0"),
         ({"data": {}}, "data: give files or datasets"),
+        ({"data": {"files": "a.jsonl"}}, "data.files is 'a.jsonl', expected a list; write it in brackets: [a.jsonl]"),
+        (
+            {"data": {"files": ["a"], "max_length": 9, "min_loss_tokens": 10}},
+            "data: min_loss_tokens 10 is more than the",
+        ),
         ({"features": {"mode": "offline"}}, "features: mode offline reads taps from directory"),
         ({"features": {"directory": "taps"}}, "features: mode offline reads taps from directory"),
         ({"objective": {"kl_weight": 0.5}}, "objective: kl_weight belongs to the loss composite, this one is ce"),
