@@ -3,7 +3,8 @@
 ::
 
     <directory>/features.json               whose states these are, of which samples, and the shards they lie in
-    <directory>/shard-00000.safetensors     ids [T] int32, borders [D + 1] int64, taps [T, K·H], hidden [T, H] if soft
+    <directory>/shard-00000.safetensors     ids [T] int32, borders [D + 1] int64, taps [T, K·H], hidden [T, H] if soft,
+                                            sums [D, 1 or 2] int64: of each document's taps, and hidden
 
 A shard holds whole documents one behind another, in the order of the samples. It appears under its name whole or not at
 all, so writing goes on where it stopped. Any number of processes may write into one directory: each shard is locked by
@@ -21,6 +22,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal, Self
 
+import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, model_validator
 from safetensors import SafetensorError, safe_open
@@ -32,11 +34,13 @@ from dflash.errors import DFlashError
 from dflash.memory import show_bytes
 from dflash.output import to_disk
 
-VERSION: Literal[1] = 1
+VERSION: Literal[2] = 2
 SHARD_BYTES = 1 << 24, 1 << 30
 """Of states in one shard, at least and at most, unless one document has more. So much is in memory while written."""
 SHARES = 64
 """Shards that a small job is cut into, so that a few processes share it evenly and an interruption costs little."""
+SUMMED = ("taps", "hidden")
+"""What is summed up, in this order: a wrong state looks like any other, wrong ids and borders are found without it."""
 _INDEX = "features.json"
 _LOCK = ".lock"
 _WRITE_AGAIN = "remove it and run dflash data features again"
@@ -62,7 +66,7 @@ class FeatureIndex(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    dflash_features: Literal[1] = VERSION
+    dflash_features: Literal[2] = VERSION
     target_fingerprint: str
     tokenizer: str
     kernel: str
@@ -145,8 +149,11 @@ class FeatureWriter:
             os.close(descriptor)
 
     def write(self, number: int, tensors: Mapping[str, Tensor]) -> None:
-        """Put down a claimed shard. When this returns it is on the disk under its name."""
+        """Put down a claimed shard, summed up. When this returns it is on the disk under its name."""
         path = self._path(number)
+        for document, (start, end) in enumerate(pairwise(tensors["borders"].tolist())):
+            for place, name in enumerate(SUMMED[: tensors["sums"].shape[1]]):
+                tensors["sums"][document, place] = checksum(tensors[name][start:end])
         partial = _partial(path)
         try:
             for left in self.directory.glob(f".{path.name}.*"):  # by a process that died
@@ -189,9 +196,9 @@ class FeatureReader:
                 f"the first; run dflash data features again, it goes on where it stopped"
             )
         self._records = [self._header(shard) for shard in self.index.shards]
-        borders = [
-            self._borders(shard, records) for shard, records in zip(self.index.shards, self._records, strict=True)
-        ]
+        shards = list(zip(self.index.shards, self._records, strict=True))
+        borders = [self._borders(shard, records) for shard, records in shards]
+        self._sums = torch.cat([self._whole(shard, records["sums"]) for shard, records in shards])
         self._starts = torch.cat([one[:-1] for one in borders])
         self._tokens = torch.cat([one.diff() for one in borders])
         self._first = torch.tensor([shard.first for shard in self.index.shards])
@@ -207,6 +214,10 @@ class FeatureReader:
         row = record.record.length // record.shape[0]
         path = self.directory / self.index.shards[shard].file
         _pread(path, record.record.start + int(self._starts[sample]) * row, out)
+        if name in SUMMED and checksum(out) != int(self._sums[sample, SUMMED.index(name)]):
+            raise FeatureStoreError(
+                f"{path}: the {name} of sample {sample} are not what was written; is the disk well? {_WRITE_AGAIN}"
+            )
 
     def _header(self, shard: Shard) -> Mapping[str, TensorRecord]:
         path = self.directory / shard.file
@@ -236,12 +247,15 @@ class FeatureReader:
 
     def _borders(self, shard: Shard, records: Mapping[str, TensorRecord]) -> Tensor:
         """[D + 1] int64: where each of the shard's documents begins, and where the last one ends."""
-        path = self.directory / shard.file
-        borders = torch.empty(shard.count + 1, dtype=torch.long)
-        _pread(path, records["borders"].record.start, borders)
+        path, borders = self.directory / shard.file, self._whole(shard, records["borders"])
         if int(borders[0]) != 0 or int(borders[-1]) != shard.tokens or bool((borders.diff() <= 0).any()):
             raise FeatureStoreError(f"{path}: its borders do not divide {shard.tokens} tokens; {_WRITE_AGAIN}")
         return borders
+
+    def _whole(self, shard: Shard, record: TensorRecord) -> Tensor:
+        tensor = torch.empty(record.shape, dtype=torch.long)
+        _pread(self.directory / shard.file, record.record.start, tensor)
+        return tensor
 
 
 def read_index(directory: Path) -> FeatureIndex:
@@ -291,13 +305,25 @@ def bytes_per_token(taps: int, hidden_size: int, dtype: torch.dtype, *, soft: bo
     return (taps + soft) * hidden_size * dtype.itemsize
 
 
+def checksum(states: Tensor) -> int:
+    """Of the bytes of contiguous ``states``: as words added up modulo 2^64, which costs less than reading them."""
+    content = states.view(-1).view(torch.uint8).numpy()
+    words = len(content) // 8 * 8
+    parts = content[:words].view(np.int64).sum(), content[words:].sum(dtype=np.int64)
+    return int(np.array(parts).sum())
+
+
 def empty_shard(index: FeatureIndex, shard: Shard, *, device: str = "cpu") -> dict[str, Tensor]:
-    """The tensors of ``shard``, to be filled: ``ids``, ``borders``, ``taps``, and ``hidden`` where labels are soft."""
+    """The tensors of ``shard``: ``ids``, ``borders``, ``taps``, and ``hidden`` where labels are soft, to be filled.
+
+    ``sums`` are the writer's to fill.
+    """
     dtype, width = index.torch_dtype, index.hidden_size
     tensors = {
         "ids": torch.empty(shard.tokens, dtype=torch.int32, device=device),
         "borders": torch.empty(shard.count + 1, dtype=torch.long, device=device),
         "taps": torch.empty(shard.tokens, len(index.layer_ids) * width, dtype=dtype, device=device),
+        "sums": torch.zeros(shard.count, 1 + index.soft, dtype=torch.long, device=device),
     }
     if index.soft:
         tensors["hidden"] = torch.empty(shard.tokens, width, dtype=dtype, device=device)

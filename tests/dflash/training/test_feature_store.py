@@ -18,7 +18,7 @@ from dflash.hidden_states import HiddenStateError
 from dflash.target import Target
 from dflash.training import feature_store, features
 from dflash.training.batch import Features
-from dflash.training.feature_store import FeatureStoreError, FeatureWriter, even, plan_shards, read_index
+from dflash.training.feature_store import FeatureStoreError, FeatureWriter, checksum, even, plan_shards, read_index
 from dflash.training.features import OnlineFeatures, StoredFeatures, Written, write_features
 from dflash.training.packing import rows_of
 from tests.dflash.pairs import WORDS, write_target
@@ -284,7 +284,7 @@ def test_soft_labels_need_the_last_hidden_states(tmp_path: Path, target: Target,
         (lambda path: path.write_bytes(path.read_bytes()[:-100]), "shard-00002.* it is cut short or damaged"),
         (lambda path: save_file({"ids": torch.zeros(73).int()}, path), "borders is missing, expected int64"),
         (lambda path: edit(path, "borders", 1, 80), "its borders do not divide 73 tokens"),
-        (lambda path: path.with_name("features.json").write_text('{"dflash_features": 1}'), "is no index of features"),
+        (lambda path: path.with_name("features.json").write_text('{"dflash_features": 2}'), "is no index of features"),
     ],
 )  # fmt: skip
 def test_a_damaged_directory_is_named_before_training_begins(
@@ -312,7 +312,7 @@ def test_a_shard_of_another_directory_is_not_read_as_this_ones(
     ("change", "says"),
     [
         ({"dtype": "load"}, "dtype: Input should be"),
-        ({"dflash_features": 2}, "dflash_features: Input should be 1"),
+        ({"dflash_features": 1}, "dflash_features: Input should be 2"),
         ({"hidden_size": -32}, "hidden_size: "),
         ({"shards": []}, "shards: "),
         ({"samples": 7}, "its shards are not those of 7 samples with 274 tokens"),
@@ -324,12 +324,12 @@ def test_an_index_that_contradicts_itself_is_no_traceback(
 ) -> None:
     index = json.loads((store / "features.json").read_text())
     (tmp_path / "features.json").write_text(json.dumps(index | change))
-    with pytest.raises(FeatureStoreError, match=rf"is no index of features of version 1 \(.*{says}"):
+    with pytest.raises(FeatureStoreError, match=rf"is no index of features of version 2 \(.*{says}"):
         read_index(tmp_path)
 
 
-def edit(path: Path, name: str, place: int, value: int) -> None:
-    """Change one number of a tensor in a file that stays well-formed."""
+def edit(path: Path, name: str, place: int | slice, value: Any) -> None:
+    """Change some numbers of a tensor in a file that stays well-formed."""
     tensors = load_file(path)
     tensors[name][place] = value
     save_file(tensors, path, metadata={"store": read_index(path.parent).digest})
@@ -343,6 +343,31 @@ def test_states_of_other_tokens_are_found_when_they_are_read(tmp_path: Path, tar
     source.prefetch([[texts[4]]])
     with pytest.raises(FeatureStoreError, match="the tokens stored for sample 4 are not the sample's"):
         source.features([[texts[4]]])
+
+
+@pytest.mark.parametrize("name", ["taps", "hidden"])
+def test_one_flipped_bit_in_a_state_is_found_when_it_is_read(
+    tmp_path: Path, target: Target, texts: Documents, name: str
+) -> None:
+    written(tmp_path / "store", target, texts)
+    path = tmp_path / "store" / "shard-00001.safetensors"
+    states = load_file(path)[name].view(torch.int32)
+    edit(path, name, slice(7, 8), states[7:8].bitwise_xor(1).view(torch.float32))
+    source = opened(tmp_path / "store", texts)
+    source.features([[texts[0], texts[1]]])
+    with pytest.raises(FeatureStoreError, match=rf"shard-00001.*: the {name} of sample 2 are not what was written; is"):
+        source.features([[texts[2]]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_sum_is_of_all_bytes(dtype: torch.dtype) -> None:
+    states = torch.arange(1, 12, dtype=dtype)
+    alone = [states.clone() for _ in states]
+    for place, one in enumerate(alone):
+        one[place] = 0
+    assert len({checksum(one) for one in [states, *alone]}) == 12
+    largest = torch.tensor([2**63 - 1]).view(torch.bfloat16)
+    assert checksum(torch.cat((largest, torch.ones(1, dtype=torch.bfloat16)))) < 0, "it wraps, and fits where it lies"
 
 
 def test_a_state_that_is_not_finite_is_never_written(tmp_path: Path, texts: Documents) -> None:
