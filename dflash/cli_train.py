@@ -22,9 +22,10 @@ def train(
 
     from transformers.utils.logging import disable_progress_bar
 
+    from dflash.training.distributed import this_rank
     from dflash.training.trainer import train as train_run
 
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
     outcome = train_run(run)
-    if outcome is not None:
+    if this_rank() == 0:
         print(outcome.model_dump_json(indent=1) if as_json else outcome.headline())

@@ -100,9 +100,12 @@ def newest_whole(output: Path, *, warn: Callable[[str], None]) -> Whole | None:
     return None
 
 
-def best(output: Path) -> Whole | None:
-    """The checkpoint of highest measured τ, the earliest of equals; None where no checkpoint says one."""
-    measured = [(tau, whole) for whole in _sealed(output) if (tau := tau_of(whole.manifest)) is not None]
+def best(output: Path, *, until: int) -> Whole | None:
+    """The checkpoint of highest measured τ, the earliest of equals; None where no checkpoint says one.
+
+    Those of steps behind ``until``, where the run is, do not count.
+    """
+    measured = [(tau, whole) for whole in _sealed(output, until) if (tau := tau_of(whole.manifest)) is not None]
     return max(measured, key=lambda one: one[0])[1] if measured else None
 
 
@@ -112,13 +115,18 @@ def tau_of(manifest: Manifest) -> float | None:
     return float(tau) if isinstance(tau, int | float) else None
 
 
-def retain(output: Path, section: CheckpointSection) -> list[Path]:
-    """Remove the checkpoints that ``section`` does not keep, and say which; damaged ones are nobody's to remove."""
-    whole = _sealed(output)
+def retain(output: Path, section: CheckpointSection, *, until: int) -> list[Path]:
+    """Remove the checkpoints that ``section`` does not keep, and say which; damaged ones are nobody's to remove.
+
+    Nor are those of steps behind ``until``, where the run is: it went on from an earlier one because they are damaged,
+    be it in bytes that no manifest shows, and they neither count as kept nor as best. Raises :class:`SaveError` for one
+    that cannot be removed.
+    """
+    whole = _sealed(output, until)
     kept = {one.path for one in whole[-section.keep_last :]}
     if section.keep_every is not None:
         kept |= {one.path for one in whole if one.manifest.step % section.keep_every == 0}
-    if section.keep_best and (highest := best(output)) is not None:
+    if section.keep_best and (highest := best(output, until=until)) is not None:
         kept.add(highest.path)
     removed = [one.path for one in whole if one.path not in kept]
     for path in removed:
@@ -138,10 +146,10 @@ def steps_of(output: Path) -> list[int]:
     return sorted(int(match[1]) for match in names if match)
 
 
-def _sealed(output: Path) -> list[Whole]:
-    """Checkpoints that have a manifest, by step; their files are not looked into."""
+def _sealed(output: Path, until: int) -> list[Whole]:
+    """Checkpoints that have a manifest, by step up to ``until``; their files are not looked into."""
     found = []
-    for step in steps_of(output):
+    for step in (step for step in steps_of(output) if step <= until):
         path = output / f"step_{step}"
         try:
             found.append(Whole(path, read_manifest(path)[0]))
@@ -167,7 +175,10 @@ def _verified(path: Path) -> Manifest:
 def _remove(path: Path) -> None:
     """Under a name that is no checkpoint's first: half of a removed one is never taken for one."""
     doomed = path.with_name(f".{path.name}.removed")
-    path.rename(doomed)
+    try:
+        path.rename(doomed)
+    except OSError as error:
+        raise SaveError(f"{path} could not be removed ({error.strerror}); see to {path.parent}") from None
     shutil.rmtree(doomed, ignore_errors=True)
 
 

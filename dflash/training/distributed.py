@@ -45,9 +45,10 @@ class Ranks:
     def joined(cls, device: str) -> Iterator[Self]:
         """Meet the other ranks for as long as the block lasts; ``device`` as ``target.device`` of a run's config.
 
-        Raises :class:`UsageError` for a single GPU that several ranks were told to share.
+        Raises :class:`UsageError` for a device that torch does not know or see, and for a single GPU that several
+        ranks were told to share.
         """
-        rank, world = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        rank, world = this_rank(), int(os.environ.get("WORLD_SIZE", "1"))
         chosen = _device(device, world)
         if world == 1:
             yield cls(rank=0, world=1, device=chosen)
@@ -143,18 +144,34 @@ def synchronised(wrapped: nn.Module, last: bool) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
+def this_rank() -> int:
+    """The number of this process among all of the run, 0 where there is one; known before they have met."""
+    return int(os.environ.get("RANK", "0"))
+
+
 def _device(name: str, world: int) -> torch.device:
     local = _local_rank()
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type != "cuda":
+    try:
+        device: torch.device | None = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or device.type not in ("cpu", "cuda"):
+        raise UsageError(f"target.device is {name}; expected auto, cpu, cuda or cuda:N")
+    if device.type == "cpu":
         return device
     if not torch.cuda.is_available():
         raise UsageError(f"target.device is {name}, and torch sees no GPU; leave it out or say cpu")
     if world > 1 and device.index is not None:
         raise UsageError(f"target.device is {name} for {world} ranks; say cuda, and each takes the one of its number")
     chosen = torch.device("cuda", local if device.index is None else device.index)
+    there = torch.cuda.device_count()
+    if chosen.index >= there:
+        raise UsageError(
+            f"target.device is {name}, so this rank takes GPU {chosen.index}, and torch sees {there} GPUs here; start "
+            f"as many ranks as there are, or name one that is there"
+        )
     torch.cuda.set_device(chosen)
     return chosen
 

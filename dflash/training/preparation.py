@@ -28,6 +28,8 @@ from dflash.training.randomness import generator
 from dflash.training.recording import run_probe
 from dflash.training.run_config import DrafterSection, RunConfig, RunConfigError
 from dflash.training.samples import Samples, load_samples
+from dflash.training.target_states import require_packable
+from dflash.training.trackers import require_packages
 from dflash.training.training_state import Identity
 from dflash.training.validation import HeldOut
 from dflash.training.voice import Voice
@@ -73,12 +75,16 @@ class Prepared:
 def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
     """Load, read and check all of ``config`` that can be checked without a step.
 
-    Rank 0 does what is done once, tokenising and completing the held-out prompts; the others wait for it.
+    Rank 0 does what is done once, tokenising and completing the held-out prompts; the others wait for it. What is
+    cheap to tell is told before what takes long.
     """
+    require_startable(config, ranks)
     raw = read_drafter_config(config.drafter.config)
     drafter_config = DrafterConfig.from_dict(raw, source=str(config.drafter.config))
     recipe = config.objective.recipe(drafter_config.block_size)
     target, facts = _target(config, drafter_config, ranks, voice)
+    if config.features.packing and config.features.mode == "online":
+        require_packable(facts.kernel, path=facts.path)
     samples = _samples(config, facts, ranks, voice)
     held_out, probe = ranks.first(lambda: _truth(config, target, drafter_config, samples, voice)) or (None, None)
     if config.features.mode == "offline":
@@ -88,6 +94,8 @@ def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
         data=samples.sha256,
         drafter=config_digest(drafter_config.model_dump(mode="json")),
         world=ranks.world,
+        kernel=facts.kernel,
+        prompts=ranks.share(None if held_out is None else held_out.identity),
     )
     return Prepared(
         config=config,
@@ -106,6 +114,26 @@ def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
         held_out=held_out,
         probe=probe,
     )
+
+
+def require_startable(config: RunConfig, ranks: Ranks) -> None:
+    """Refuse what no target is needed to tell of: files that are not there, a kernel without a backward pass, packages.
+
+    Raises :class:`RunConfigError` that names the key, and what the tracking raises.
+    """
+    if config.parallel.attention == "flex" and ranks.device.type != "cuda":
+        raise RunConfigError(
+            f"parallel.attention is flex, and the device is {ranks.device.type}: flex attention trains on CUDA alone; "
+            f"say auto or dense"
+        )
+    named = [("data.files", file) for file in config.data.files]
+    named += [] if config.evaluation is None else [("evaluation.prompts", config.evaluation.prompts)]
+    for key, file in named:
+        if not file.is_file():
+            raise RunConfigError(f"{key}: {file} is {'no file' if file.exists() else 'not there'}; give JSON lines")
+    if config.drafter.init is not None and not config.drafter.init.exists():
+        raise RunConfigError(f"drafter.init: {config.drafter.init} is not there; give a checkpoint, or leave it out")
+    ranks.first(lambda: require_packages(config.tracking))
 
 
 def read_drafter_config(path: Path) -> dict[str, Any]:

@@ -40,10 +40,13 @@ def require_same_run(
     """Say what of a run's config changed and may; :class:`ResumeError` names each key that would make another run.
 
     ``source`` is the checkpoint to go on from. Output, tracking, intervals and retention may change; so may where the
-    target and the data lie, as long as they are the same, and how a step's rows are shared out, as long as they are as
-    many. Evaluation may be added or dropped; its prompts may not change, the best τ is chosen among all.
+    target and the data lie, as long as they are the same and the kernel is, and how a step's rows are shared out, as
+    long as they are as many. Evaluation may be added or dropped; its prompts may not change, in name or content: the
+    best τ is chosen among all.
     """
     changes = dict(_changes(began, now))
+    kernels = (identity_then.kernel, identity_now.kernel)
+    prompts = (identity_then.prompts, identity_now.prompts)
     refused = [
         f"{key} was {_said(before)} and is {_said(after)}"
         for key, (before, after) in changes.items()
@@ -54,6 +57,13 @@ def require_same_run(
         for what in ("target", "data", "drafter")
         if getattr(identity_then, what) != getattr(identity_now, what)
     ]
+    if None not in kernels and kernels[0] != kernels[1]:
+        refused.append(
+            f"linear attention was computed by {kernels[0]} and would be by {kernels[1]}, whose states differ; go on "
+            f"on a machine that has {kernels[0]}"
+        )
+    if None not in prompts and prompts[0] != prompts[1]:
+        refused.append("evaluation.prompts is not the same (its content has another digest), nor would its τ be")
     rows = [_rows(began, identity_then.world), _rows(now, identity_now.world)]
     if rows[0] != rows[1]:
         refused.append(

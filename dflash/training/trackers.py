@@ -5,7 +5,7 @@ hides what it had of steps that are made again, and MLflow shows a step's last v
 twice, so there the steps are a metric of their own and those made again stand twice. Imports no torch by itself.
 """
 
-import importlib
+import importlib.util
 import json
 import os
 from collections.abc import Mapping
@@ -46,6 +46,18 @@ def open_trackers(output: Path, tracking: TrackingSection, *, run: RunConfig, re
     if ids:
         _write_ids(output, ids)
     return trackers
+
+
+def require_packages(tracking: TrackingSection) -> None:
+    """:class:`TrackerError` unless what ``tracking`` names is installed; nothing is imported or started for it."""
+    asked = (
+        (tracking.tensorboard, "tensorboard", "tracking.tensorboard", "model"),
+        (tracking.wandb is not None, "wandb", "tracking.wandb", "wandb"),
+        (tracking.mlflow is not None, "mlflow", "tracking.mlflow", "mlflow"),
+    )
+    for wanted, package, key, extra in asked:
+        if wanted and importlib.util.find_spec(package) is None:
+            raise _missing(package, key, extra, "it is not installed")
 
 
 class TensorBoard:
@@ -143,11 +155,14 @@ def _package(module: str, key: str, extra: str, *, distribution: str | None = No
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        missing = distribution or module
-        raise TrackerError(
-            f"{key} is set and the package {missing} cannot be imported ({error}); pip install "
-            f"'dflash-pipeline[{extra}]', or leave {key} out"
-        ) from None
+        raise _missing(distribution or module, key, extra, str(error)) from None
+
+
+def _missing(package: str, key: str, extra: str, why: str) -> TrackerError:
+    return TrackerError(
+        f"{key} is set and the package {package} cannot be imported ({why}); pip install 'dflash-pipeline[{extra}]', "
+        f"or leave {key} out"
+    )
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -6,6 +6,7 @@ writing checkpoints, and ending well. All ranks walk through this together; rank
 
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -14,7 +15,8 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash.doctor import to_table
 from dflash.training import checkpointing
-from dflash.training.checkpointing import STATE, DiskFullError
+from dflash.training.checkpointing import STATE, DiskFullError, SaveError
+from dflash.training.claim import sole_writer
 from dflash.training.distributed import Ranks, wrap
 from dflash.training.metric_log import MetricLog
 from dflash.training.optimizer import adamw, learning_rate
@@ -57,9 +59,10 @@ def train(config: RunConfig) -> Outcome:
     """Run ``config`` to its end, or until SIGTERM; goes on from the newest whole checkpoint of its output.
 
     Raises a :class:`~dflash.errors.DFlashError` for whatever stops it: a failed check, a loss that is not finite, a
-    full disk.
+    full disk, another run in the same output.
     """
-    with Stop.on_sigterm() as stop, Ranks.joined(config.target.device) as ranks:
+    with Stop.on_sigterm() as stop, Ranks.joined(config.target.device) as ranks, ExitStack() as claimed:
+        ranks.first(lambda: claimed.enter_context(sole_writer(config.output)))
         voice = Voice(PHASES, heard=ranks.main)
         try:
             with stop.at_once():
@@ -197,7 +200,8 @@ class _Run:
         """Whether the checkpoint of this step would be the best so far; the same answer on every rank."""
         if not self.config.checkpoints.keep_best:
             return False
-        highest = checkpointing.best(self.config.output) if truth is not None else None
+        before = self.progress.step - 1  # what may lie at this step was passed over, and is made again
+        highest = checkpointing.best(self.config.output, until=before) if truth is not None else None
         tau = None if highest is None else checkpointing.tau_of(highest.manifest)
         return self.ranks.share(truth is not None and (tau is None or truth.tau_pooled > tau))
 
@@ -210,6 +214,7 @@ class _Run:
         state = TrainingState.gather(
             prepared.model.drafter,
             self.steps.optimizer,
+            keep=self.ranks.main,
             progress=self.progress,
             identity=prepared.identity,
             run=self.config,
@@ -220,6 +225,7 @@ class _Run:
 
         def fill(directory: Path) -> Mapping[str, Any]:
             assert drafter is not None
+            assert state is not None
             return write_files(directory, prepared, drafter=drafter, state=state, batch=batch, truth=truth)
 
         def write() -> bool:
@@ -231,8 +237,11 @@ class _Run:
                 self.voice.warn(f"{error}; going on without it")
                 return False
             self.voice.say(f"step {step}/{self.steps.total}: saved {path}")
-            for removed in checkpointing.retain(self.config.output, self.config.checkpoints):
-                self.voice.say(f"      removed {removed}")
+            try:
+                for removed in checkpointing.retain(self.config.output, self.config.checkpoints, until=step):
+                    self.voice.say(f"      removed {removed}")
+            except SaveError as error:  # one too many is kept, which ends no run
+                self.voice.warn(str(error))
             return True
 
         saved = self.ranks.share(self.ranks.first(write))
@@ -241,7 +250,7 @@ class _Run:
 
     def _outcome(self, saved: int | None) -> Outcome:
         output = self.config.output
-        best = checkpointing.best(output) if self.ranks.main else None
+        best = checkpointing.best(output, until=self.progress.step) if self.ranks.main else None
         return Outcome(
             step=self.progress.step,
             total=self.steps.total,

@@ -53,6 +53,10 @@ class Identity:
     drafter: str
     """sha256 of the drafter's config."""
     world: int
+    kernel: str | None = None
+    """How linear attention was computed, also where ``target.kernel`` is auto; None where a state does not say."""
+    prompts: str | None = None
+    """sha256 of the held-out prompts; None without any."""
 
 
 @dataclass(frozen=True)
@@ -69,19 +73,21 @@ class TrainingState:
     rng: Tensor
 
     @classmethod
-    def gather(cls, drafter: nn.Module, optimizer: Optimizer, **about: Any) -> Self:
-        """What ``drafter`` and ``optimizer`` hold; every rank must call it, and where shards are, gets the whole."""
+    def gather(cls, drafter: nn.Module, optimizer: Optimizer, *, keep: bool, **about: Any) -> Self | None:
+        """What ``drafter`` and ``optimizer`` hold; every rank must call it, and where shards are, gets the whole.
+
+        None without ``keep``: eight copies of the state, one a rank, are more than a machine's memory has to give.
+        """
         named = dict(drafter.named_parameters())
-        return cls(
-            masters={name: _whole(parameter) for name, parameter in named.items()},
-            optimizer={
-                name: {key: _whole(value) for key, value in optimizer.state[parameter].items()}
-                for name, parameter in named.items()
-                if parameter in optimizer.state
-            },
-            rng=torch.get_rng_state(),
-            **about,
-        )
+        masters = {name: _whole(parameter, keep) for name, parameter in named.items()}
+        states = {
+            name: {key: _whole(value, keep) for key, value in optimizer.state[parameter].items()}
+            for name, parameter in named.items()
+            if parameter in optimizer.state
+        }
+        if not keep:
+            return None
+        return cls(masters=masters, optimizer=states, rng=torch.get_rng_state(), **about)
 
     def restore_weights(self, drafter: nn.Module) -> None:
         """Put the masters into ``drafter``, before it is wrapped. Raises :class:`TrainingStateError`."""
@@ -171,9 +177,10 @@ def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy on the CPU that further training leaves alone."""
-    return _gathered(tensor.detach()).cpu().clone()
+def _whole(tensor: Tensor, keep: bool) -> Tensor:
+    """A copy on the CPU that further training leaves alone; empty without ``keep``, this rank's part in it done."""
+    whole = _gathered(tensor.detach())
+    return whole.to("cpu", copy=True) if keep else torch.empty(0)
 
 
 def _like(tensor: Tensor, like: Tensor) -> Tensor:

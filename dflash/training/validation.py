@@ -5,6 +5,8 @@ directory of the run (:mod:`dflash.cache`), so that every measurement of a run a
 same texts. A figure here is the one that ``dflash evaluate`` finds for the same drafter, dtype and prompts.
 """
 
+import hashlib
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -119,6 +121,12 @@ class HeldOut:
             for id, text, prompt, states in zip(ids, tokens, prompts, tapped, strict=True)
         ]
         return cls(texts, prompt_set.sha256, seed)
+
+    @property
+    def identity(self) -> str:
+        """sha256 of the prompts as the target reads them: two τ are comparable where it is the same."""
+        prompts = [[text.id, text.tokens[: text.prompt_length]] for text in self.texts]
+        return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
 
     def measure(
         self, drafter: Drafter, vocabulary: Vocabulary, *, progress: Progress = lambda done, total: None

@@ -186,12 +186,12 @@ def test_the_last_every_so_often_and_the_best_are_kept(tmp_path: Path) -> None:
     for step, tau in ((10, 2.0), (20, 3.5), (30, 3.0), (40, None), (50, 3.2), (60, None)):
         _save(tmp_path, step, tau=tau)
     section = CheckpointSection(keep_last=2, keep_every=30)
-    assert [path.name for path in retain(tmp_path, section)] == ["step_10", "step_40"]
+    assert [path.name for path in retain(tmp_path, section, until=60)] == ["step_10", "step_40"]
     assert steps_of(tmp_path) == [20, 30, 50, 60]
-    highest = best(tmp_path)
+    highest = best(tmp_path, until=60)
     assert highest is not None
     assert highest.path.name == "step_20"
-    assert [path.name for path in retain(tmp_path, CheckpointSection(keep_last=1, keep_best=False))] == [
+    assert [path.name for path in retain(tmp_path, CheckpointSection(keep_last=1, keep_best=False), until=60)] == [
         "step_20",
         "step_30",
         "step_50",
@@ -200,7 +200,7 @@ def test_the_last_every_so_often_and_the_best_are_kept(tmp_path: Path) -> None:
 
 def test_of_equal_checkpoints_the_earliest_is_the_best(tmp_path: Path) -> None:
     _save(tmp_path, 1, 2, tau=2.0)
-    highest = best(tmp_path)
+    highest = best(tmp_path, until=60)
     assert highest is not None
     assert highest.path.name == "step_1"
 
@@ -208,5 +208,27 @@ def test_of_equal_checkpoints_the_earliest_is_the_best(tmp_path: Path) -> None:
 def test_a_damaged_one_does_not_count_as_kept_and_is_not_removed(tmp_path: Path) -> None:
     _save(tmp_path, 1, 2, 3)
     (tmp_path / "step_3" / "manifest.json").write_text("{")
-    retain(tmp_path, CheckpointSection(keep_last=1))
+    retain(tmp_path, CheckpointSection(keep_last=1), until=3)
     assert steps_of(tmp_path) == [2, 3]
+
+
+def test_those_behind_the_step_a_run_is_at_neither_count_as_kept_nor_as_best(tmp_path: Path) -> None:
+    _save(tmp_path, 1, tau=1.5)
+    _save(tmp_path, 9, tau=3.0)
+    _flip(tmp_path / "step_9" / "drafter.safetensors")  # what the manifest does not show
+    _save(tmp_path, 2, 3, tau=2.0)
+    assert [path.name for path in retain(tmp_path, CheckpointSection(keep_last=1), until=3)] == ["step_1"]
+    assert steps_of(tmp_path) == [2, 3, 9]
+    highest = best(tmp_path, until=3)
+    assert highest is not None
+    assert highest.path.name == "step_2"
+
+
+def test_one_that_cannot_be_removed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: Path, target: Path) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+    _save(tmp_path, 1, 2)
+    monkeypatch.setattr(Path, "rename", refused)
+    with pytest.raises(SaveError, match="step_1 could not be removed"):
+        retain(tmp_path, CheckpointSection(keep_last=1), until=2)

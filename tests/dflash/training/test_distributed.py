@@ -1,5 +1,6 @@
 """Several ranks train as one would: two processes over gloo, with DDP and with sharded masters."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -7,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 
+from dflash import cli_train
 from dflash.errors import UsageError
-from dflash.training import snapshot, step
+from dflash.training import snapshot, step, trainer
 from dflash.training.distributed import ElsewhereError, Ranks
-from dflash.training.training_state import read_state
+from dflash.training.training_state import TrainingState, read_state
 from tests.dflash.training.runs import TinyRun, made, quick, run, weights
 
 __all__ = ["made", "quick", "run"]
@@ -116,3 +118,36 @@ def test_a_gpu_that_is_not_there_is_named() -> None:
         pytest.skip("there is a GPU")
     with pytest.raises(UsageError, match=r"target\.device is cuda, and torch sees no GPU"), Ranks.joined("cuda"):
         pass
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "mps"])
+def test_a_device_that_is_none_is_named(name: str) -> None:
+    with pytest.raises(UsageError, match=f"target.device is {name}; expected auto, cpu, cuda"), Ranks.joined(name):
+        pass
+
+
+def test_the_outcome_is_printed_by_the_first_rank_alone(
+    run: TinyRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    outcome = trainer.Outcome(step=2, total=2, stopped=False, skipped=0, checkpoint=None, best=None, tau=None)
+    monkeypatch.setattr(trainer, "train", lambda _: outcome)
+    (tmp_path / "run.yaml").write_text(json.dumps(run.config))
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        cli_train.train(tmp_path / "run.yaml")
+    assert capsys.readouterr().out == "done: step 2 of 2\n"
+
+
+def test_only_the_first_rank_keeps_the_training_state(run: TinyRun, tmp_path: Path) -> None:
+    def kept() -> None:
+        gather = TrainingState.gather
+
+        def told(*arguments: Any, keep: bool, **named: Any) -> Any:
+            state = gather(*arguments, keep=keep, **named)
+            assert (state is not None) == (os.environ["RANK"] == "0")
+            return state
+
+        TrainingState.gather = told  # type: ignore[method-assign]  # in a process of its own
+
+    two = _of(run, tmp_path, "two", optimizer={"rows": 1, "max_steps": 1})
+    assert two.train_elsewhere(world=2, before=kept) == [0, 0]

@@ -112,3 +112,16 @@ def test_rows_may_be_shared_out_differently_as_long_as_a_step_takes_as_many() ->
 def test_another_order_of_the_same_sums_is_said(key: str, value: Any) -> None:
     notes = _resume(_changed(key, value))
     assert any(f"{key}: losses go on to rounding" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("what", "named"), [("kernel", "linear attention was computed by"), ("prompts", "its content")]
+)
+def test_another_kernel_and_other_prompts_are_refused_once_they_are_known(what: str, named: str) -> None:
+    now = RunConfig.from_dict(RAW, source="run.yaml")
+    began = replace(IDENTITY, **{what: "one"})
+    with pytest.raises(ResumeError, match=named):
+        require_same_run(
+            now, now, identity_then=began, identity_now=replace(IDENTITY, **{what: "two"}), source="out/step_9"
+        )
+    assert require_same_run(now, now, identity_then=began, identity_now=IDENTITY, source="out/step_9") == []

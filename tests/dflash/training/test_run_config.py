@@ -27,6 +27,12 @@ def test_the_shipped_configs_are_read(name: str) -> None:
     assert RunConfig.read(ROOT / "configs" / name).objective.loss == "ce"
 
 
+def test_a_tilde_is_the_home_directory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    run = RunConfig.from_dict(least(output="~/runs/a", target={"path": "~/target"}), source="run.yaml")
+    assert (run.output, run.target.path) == (Path("/home/me/runs/a"), "/home/me/target")
+
+
 def test_the_large_config_is_the_papers_recipe() -> None:
     run = RunConfig.read(ROOT / "configs" / "qwen3.6-27b.yaml")
     section = run.optimizer
@@ -43,6 +49,7 @@ def test_the_large_config_is_the_papers_recipe() -> None:
         ({"optimizer": {"max_steps": 1, "lr": 1e-3}}, "optimizer.lr is not known; known there: learning_rate"),
         ({"evaluation": {"prompts": "p", "eval_intervall": 5}}, "evaluation.eval_intervall is not known; did you mean"),
         ({"optimizer": {}}, "optimizer: give num_epochs or max_steps"),
+        ({"optimizer": {"max_steps": 1, "betas": [0.9, 1.5]}}, "optimizer.betas.1 is 1.5: Input should be less than 1"),
         ({"optimizer": {"max_steps": 0}}, "optimizer.max_steps is 0: Input should be greater than 0"),
         ({"data": {}}, "data: give files or datasets"),
         ({"data": {"files": "a.jsonl"}}, "data.files is 'a.jsonl', expected a list; write it in brackets: [a.jsonl]"),
