@@ -105,6 +105,19 @@ def test_figures_are_those_the_evaluator_computes_from_the_recorded_batch(recipe
 
 
 @recipes
+def test_a_slot_that_does_not_count_ends_the_streak_though_its_token_is_right(recipe: Recipe) -> None:
+    scored = torch.tensor([True, True, False, True, True, True, True]).expand(1, 3, B - 1)
+    right = torch.arange(3 * (B - 1)).view(1, 3, B - 1)
+    at = torch.arange(3).expand(1, 3)
+    blocks = Blocks(anchors=at, starts=at * 0, places=right + 1, right=right, scored=scored)
+    words = CountedWords(torch.eye(32))
+    teacher = torch.zeros(1, 32, 32)
+    found = head_loss(torch.eye(32)[right], blocks, recipe, words, teacher=teacher, chunk_tokens=1000)
+    assert (float(found.blocks), float(found.streak1), float(found.streak8)) == (3, 6, 6)
+    assert found.correct.tolist() == found.scored.tolist() == [3, 3, 0, 3, 3, 3, 3]
+
+
+@recipes
 def test_no_more_logits_exist_at_once_than_asked_for_and_none_for_slots_that_do_not_count(recipe: Recipe) -> None:
     bench = Bench.of(scored=0.6)
     counted = CountedWords(bench.words.head)
