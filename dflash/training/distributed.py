@@ -3,6 +3,7 @@
 torchrun says who they are, on one machine or, through its rendezvous, on several. Without it a run is one process.
 """
 
+import atexit
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -55,6 +56,7 @@ class Ranks:
             return
         backend = "gloo" if chosen.type == "cpu" else "cpu:gloo,cuda:nccl"
         dist.init_process_group(backend, rank=rank, world_size=world, timeout=PATIENCE)
+        _let_go_at_exit(dist.group.WORLD)
         try:
             yield cls(rank=rank, world=world, device=chosen, local=_local_rank())
         finally:
@@ -174,6 +176,16 @@ def _device(name: str, world: int) -> torch.device:
         )
     torch.cuda.set_device(chosen)
     return chosen
+
+
+def _let_go_at_exit(group: object) -> None:
+    """Keep ``group`` until the process ends, or DDP's reducer is the last to hold it and never ends.
+
+    Destroying a group waits for gloo's threads, and those may be waiting for Python's lock to drop a tensor. Python
+    gives the lock up for that, the reducer, which goes when a run's last frame does, does not.
+    """
+    kept = [group]
+    atexit.register(kept.clear)
 
 
 def _local_rank() -> int:

@@ -58,9 +58,7 @@ class TinyRun:
 
         Forked: importing takes longer than the run, and the backward pass of the CPU has no threads to lose.
         """
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         processes = [
             get_context("fork").Process(target=self._as_rank, args=(rank, world, port, before)) for rank in range(world)
         ]
@@ -90,6 +88,13 @@ class TinyRun:
 
     def losses(self) -> list[float]:
         return [line["loss"] for line in self.lines()]
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+    return port
 
 
 def tiny_run(directory: Path) -> TinyRun:

@@ -1,19 +1,23 @@
 """Several ranks train as one would: two processes over gloo, with DDP and with sharded masters."""
 
+import gc
 import json
 import os
+import weakref
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from dflash import cli_train
 from dflash.errors import UsageError
 from dflash.training import snapshot, step, trainer
 from dflash.training.distributed import ElsewhereError, Ranks
 from dflash.training.training_state import TrainingState, read_state
-from tests.dflash.training.runs import TinyRun, made, quick, run, weights
+from tests.dflash.training.runs import TinyRun, free_port, made, quick, run, weights
 
 __all__ = ["made", "quick", "run"]
 
@@ -88,6 +92,26 @@ def test_a_rank_whose_rows_have_no_anchor_keeps_step_with_the_others(run: TinyRu
     one = _of(run, tmp_path, "one", **short | {"optimizer": {"rows": 2, "max_steps": 3}})
     assert one.train_elsewhere() == [0]
     assert two.losses() == pytest.approx(one.losses(), abs=1e-5)
+
+
+def test_the_group_outlives_whatever_else_holds_it() -> None:
+    """Else a rank hangs at its end, now and then: see ``_let_go_at_exit``."""
+
+    def meets(rank: int, port: int) -> None:
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        with Ranks.joined("cpu") as ranks:
+            group = weakref.ref(dist.group.WORLD)
+            assert ranks.any(True)
+        gc.collect()
+        os._exit(0 if group() is not None else 1)
+
+    port = free_port()
+    processes = [get_context("fork").Process(target=meets, args=(rank, port)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0]
 
 
 def test_what_fails_on_the_first_rank_ends_the_others(run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
