@@ -6,7 +6,6 @@ values after; the files are hashed and must not have changed meanwhile.
 
 import difflib
 import hashlib
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -29,7 +28,7 @@ from dflash.checkpoint_layout import (
     sniff,
     weight_files,
 )
-from dflash.config import ConfigError, DrafterConfig
+from dflash.config import ConfigError, DrafterConfig, read_config_file
 from dflash.drafter import Drafter
 from dflash.formats import ReadConfig, our_name, read_config
 from dflash.manifest import DRAFTER, PROBE, REPLAY, Manifest, read_manifest, require_sha256, verify
@@ -318,7 +317,7 @@ def _resolve_config(
     own = _own_config(path, kind, content, beside)
     given: Candidate | None = None
     if drafter_config is not None:
-        given = (_read_json(drafter_config), "--drafter-config", str(drafter_config))
+        given = (read_config_file(drafter_config), "--drafter-config", str(drafter_config))
     borrowed: Candidate | None = None
     if reference is not None and (given is None if own is None else kind in ("speculators", "transformers")):
         borrowed = _config_of_reference(reference)
@@ -348,13 +347,13 @@ def _own_config(path: Path, kind: Format, content: Mapping[str, Any], beside: Pa
     # A trainer's own settings under the same key say nothing about the drafter.
     if kind == "pt" and isinstance(config, Mapping) and ("dflash_config" in config or "hidden_size" in config):
         return dict(config), "key config", f"{path} (key config)"
-    return (_read_json(beside), "config.json beside", str(beside)) if beside.is_file() else None
+    return (read_config_file(beside), "config.json beside", str(beside)) if beside.is_file() else None
 
 
 def _config_of_reference(reference: Path) -> Candidate:
     """The reference drafter's config in z-lab's layout, whatever its own is."""
     named = reference / "config.json"
-    raw = _read_json(named)
+    raw = read_config_file(named)
     kind = sniff(reference)
     if kind in ("speculators", "transformers", "torchspec"):
         raw = read_config(kind, raw, source=str(named), given={}).config.to_dict()
@@ -366,20 +365,6 @@ def _require_agreement(ours: DrafterConfig, named: str, given: Candidate) -> Non
     for name, value in ours.model_dump().items():
         if theirs[name] != value:
             raise ConfigError(f"{named} says {name} {value}, {given[2]} says {theirs[name]}; leave the wrong one out")
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{path} does not exist; give a drafter's config.json") from None
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a drafter's config.json") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); expected a drafter's config.json") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} is not a JSON object, expected a drafter's config.json")
-    return raw
 
 
 def _training(content: Mapping[str, Any]) -> dict[str, Any]:

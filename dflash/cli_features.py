@@ -60,17 +60,16 @@ def features(
 def _written(run: RunConfig, directory: Path, ranks: "Ranks") -> "Written":
     import torch
 
-    from dflash.config import DrafterConfig
+    from dflash.config import DrafterConfig, read_config_file
     from dflash.hidden_states import LoadedTaps
     from dflash.target import Target
     from dflash.training.features import write_features
     from dflash.training.preflight import require_fit
-    from dflash.training.preparation import read_drafter_config
     from dflash.training.samples import load_samples
     from dflash.training.voice import Voice
 
     source, voice = str(run.drafter.config), Voice(PHASES, heard=ranks.main)
-    drafter = DrafterConfig.from_dict(read_drafter_config(run.drafter.config), source=source)
+    drafter = DrafterConfig.from_dict(read_config_file(run.drafter.config), source=source)
     soft = run.objective.recipe(drafter.block_size).soft_labels
     with voice.phase("target", f"loading the target {run.target.path}"):
         dtype: torch.dtype = getattr(torch, run.target.dtype)

@@ -5,7 +5,9 @@ how a drafter gets served with another block size or window than it was trained 
 must agree with itself, and a field that would change the forward pass in a way this code does not compute is an error.
 """
 
+import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, PositiveInt, ValidationError, model_validator
@@ -235,6 +237,21 @@ def require_mask_not_eos(config: DrafterConfig, eos_ids: Iterable[int], *, sourc
             f"{source} has {config.mask_token_id}, which is the drafter's mask_token_id as well; the mask must be a "
             f"row of the embedding that no text uses: correct the id, or train the drafter with a reserved token"
         )
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """A drafter's config.json as it stands; :class:`ConfigError` names the file."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; give a drafter's config.json") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}); give a drafter's config.json") from None
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not readable JSON ({error}); expected a drafter's config.json") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} is not a JSON object, expected a drafter's config.json")
+    return raw
 
 
 def _tap_problems(taps: tuple[int, ...], num_target_layers: int) -> list[str]:
