@@ -71,6 +71,18 @@ def write_files(
     return {**figures, **measured, "kernel": prepared.facts.kernel, "data_sha256": prepared.identity.data}
 
 
+def require_finite(step: int, figures: Mapping[str, Any]) -> None:
+    """:class:`NotFiniteRunError` where the update of ``step`` has left a drafter that computes no numbers.
+
+    Its ``figures`` are the first to tell: the loss of the step was taken before.
+    """
+    if any(isinstance(value, float) and not math.isfinite(value) for value in figures.values()):
+        raise NotFiniteRunError(
+            f"after its update the loss of step {step} on its own batch is not finite; step_{step} was not written, "
+            f"and the checkpoints before it are as they were. A lower learning rate or other data is another run"
+        )
+
+
 def write_drafter(directory: Path, drafter: Drafter, raw_config: Mapping[str, Any]) -> None:
     """``drafter.safetensors`` and ``config.json`` in z-lab's layout, the config as it was given but for the dtype."""
     weights = {name: weight.detach().cpu().contiguous() for name, weight in drafter.state_dict().items()}

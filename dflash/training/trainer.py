@@ -26,7 +26,7 @@ from dflash.training.preflight import preflight_checks, require, write_preflight
 from dflash.training.preparation import PHASES, Prepared, prepare
 from dflash.training.resume import ResumeError, require_same_run
 from dflash.training.run_config import RunConfig
-from dflash.training.snapshot import current_drafter, keep_for_replay, recipe_of, write_files
+from dflash.training.snapshot import current_drafter, keep_for_replay, recipe_of, require_finite, write_files
 from dflash.training.step import Figures, MicroBatch, NotFiniteError, Steps
 from dflash.training.stop import Stop, Stopped
 from dflash.training.training_state import Progress, TrainingState, read_state
@@ -35,7 +35,7 @@ from dflash.training.voice import Voice
 
 
 class Outcome(BaseModel):
-    """How a run ended. ``stopped``: it was asked to, before its last step."""
+    """How a run ended. ``stopped``: it was asked to, before its last step; ``total`` is 0 where it had not begun."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -48,6 +48,8 @@ class Outcome(BaseModel):
     tau: float | None
 
     def headline(self) -> str:
+        if not self.total:
+            return "stopped before the first step; what was there is as it was"
         ended = "stopped at" if self.stopped else "done:"
         told = [f"{ended} step {self.step} of {self.total}"]
         told += [f"last checkpoint {self.checkpoint}"] if self.checkpoint else []
@@ -226,7 +228,9 @@ class _Run:
         def fill(directory: Path) -> Mapping[str, Any]:
             assert drafter is not None
             assert state is not None
-            return write_files(directory, prepared, drafter=drafter, state=state, batch=batch, truth=truth)
+            figures = write_files(directory, prepared, drafter=drafter, state=state, batch=batch, truth=truth)
+            require_finite(step, figures)
+            return figures
 
         def write() -> bool:
             try:

@@ -165,6 +165,7 @@ def test_sigterm_while_preparing_ends_at_once(run: TinyRun, monkeypatch: pytest.
     monkeypatch.setattr(preparation, "load_samples", slow)
     outcome = run.train()
     assert (outcome.step, outcome.stopped, outcome.checkpoint) == (0, True, None)
+    assert outcome.headline() == "stopped before the first step; what was there is as it was"
     assert not list(run.output.glob("step_*"))
 
 
@@ -246,6 +247,13 @@ def test_a_loss_that_is_not_a_number_stops_the_run_and_keeps_the_batch(
     monkeypatch.setattr(step, "head_loss", head_loss)
     run.train()
     assert run.lines() == whole.lines()
+
+
+def test_an_update_that_ruins_the_drafter_is_not_saved(run: TinyRun) -> None:
+    ruinous = run.changed(optimizer={"learning_rate": 1e30, "warmup_ratio": 0, "max_steps": 1})
+    with pytest.raises(NotFiniteRunError, match="after its update the loss of step 1 on its own batch is not finite"):
+        ruinous.train()
+    assert not list(run.output.glob("*step_*"))
 
 
 def test_a_gradient_that_is_not_a_number_updates_nothing(run: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
