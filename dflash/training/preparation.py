@@ -1,6 +1,5 @@
 """From a run's config to everything its steps need: target, data, features, drafter, held-out prompts."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from dflash.batch import Vocabulary
 from dflash.checkpoints import read_checkpoint
-from dflash.config import ConfigError, DrafterConfig
+from dflash.config import DrafterConfig, read_config_file
 from dflash.drafter import Drafter
 from dflash.hidden_states import LoadedTaps, TargetFacts
 from dflash.manifest import config_digest
@@ -79,15 +78,17 @@ def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
     cheap to tell is told before what takes long.
     """
     require_startable(config, ranks)
-    raw = read_drafter_config(config.drafter.config)
+    raw = read_config_file(config.drafter.config)
     drafter_config = DrafterConfig.from_dict(raw, source=str(config.drafter.config))
     recipe = config.objective.recipe(drafter_config.block_size)
     target, facts = _target(config, drafter_config, ranks, voice)
     if config.features.packing and config.features.mode == "online":
         require_packable(facts.kernel, path=facts.path)
     samples = _samples(config, facts, ranks, voice)
+    online = config.features.mode == "online"
+    source = _source(config, target if online else None, facts, samples, drafter_config, recipe, ranks)
     held_out, probe = ranks.first(lambda: _truth(config, target, drafter_config, samples, voice)) or (None, None)
-    if config.features.mode == "offline":
+    if not online:
         target = None  # it has said what only it can say, and makes room
     identity = Identity(
         target=facts.fingerprint,
@@ -108,7 +109,7 @@ def prepare(config: RunConfig, ranks: Ranks, voice: Voice) -> Prepared:
         target=target,
         samples=samples,
         rows=rows_of_run(samples, config),
-        source=_source(config, target, facts, samples, drafter_config, recipe, ranks),
+        source=source,
         vocabulary=_vocabulary(config, target, facts, ranks),
         model=_model(config, drafter_config, raw, ranks),
         held_out=held_out,
@@ -134,19 +135,6 @@ def require_startable(config: RunConfig, ranks: Ranks) -> None:
     if config.drafter.init is not None and not config.drafter.init.exists():
         raise RunConfigError(f"drafter.init: {config.drafter.init} is not there; give a checkpoint, or leave it out")
     ranks.first(lambda: require_packages(config.tracking))
-
-
-def read_drafter_config(path: Path) -> dict[str, Any]:
-    """A drafter's config.json as it stands; :class:`ConfigError` names the file."""
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"{path} cannot be read ({error.strerror}); drafter.config names a config.json") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not readable JSON ({error}); expected a drafter's config.json") from None
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} is not a JSON object, expected a drafter's config.json")
-    return raw
 
 
 def rows_of_run(samples: Samples, config: RunConfig) -> list[list[int]]:
