@@ -54,6 +54,7 @@ class Outcome(BaseModel):
         told = [f"{ended} step {self.step} of {self.total}"]
         told += [f"last checkpoint {self.checkpoint}"] if self.checkpoint else []
         told += [f"best τ {self.tau:.2f} in {self.best}"] if self.best and self.tau is not None else []
+        told += [f"{self.skipped} steps had nothing supervised and updated nothing"] if self.skipped else []
         return "; ".join(told)
 
 

@@ -3,6 +3,7 @@
 import gc
 import json
 import os
+import shutil
 import weakref
 from multiprocessing import get_context
 from pathlib import Path
@@ -77,6 +78,22 @@ def test_several_ranks_go_on_to_the_last_bit(run: TinyRun, tmp_path: Path, strat
     assert broken.lines() == whole.lines()
     for name, weight in weights(broken.output / "step_6").items():
         assert torch.equal(weight, weights(whole.output / "step_6")[name])
+
+
+@pytest.mark.slow
+def test_a_run_of_sharded_ranks_goes_on_as_one_in_the_middle_of_an_epoch(run: TinyRun, tmp_path: Path) -> None:
+    def of(name: str, **optimizer: Any) -> TinyRun:
+        return run.changed(output=str(tmp_path / name), optimizer=optimizer, checkpoints={"save_interval": 3})
+
+    whole = of("whole", rows=2, max_steps=8)
+    assert whole.train_elsewhere() == [0]
+    two = of("broken", rows=1, max_steps=8).changed(parallel={"strategy": "fsdp"})
+    assert two.train_elsewhere(world=2) == [0, 0]
+    shutil.rmtree(two.output / "step_8")
+    shutil.rmtree(two.output / "step_6")
+    assert of("broken", rows=1, accumulate=2, max_steps=8).train_elsewhere() == [0]
+    assert two.losses() == pytest.approx(whole.losses(), abs=1e-5)
+    assert len(two.losses()) == 8
 
 
 def test_a_rank_whose_rows_have_no_anchor_keeps_step_with_the_others(run: TinyRun, tmp_path: Path) -> None:

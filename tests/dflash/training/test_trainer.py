@@ -280,6 +280,7 @@ def test_a_text_without_an_anchor_is_counted_and_a_step_without_one_is_skipped(r
     outcome = short.train()
     lines = short.lines()
     assert outcome.skipped == 2
+    assert outcome.headline().endswith("2 steps had nothing supervised and updated nothing")
     assert [line["anchorless"] for line in lines][-1] == 2
     skipped = [line for line in lines if "loss" not in line]
     assert len(skipped) == 2
