@@ -14,6 +14,7 @@ from typing import Any, Self
 from pydantic import BaseModel, ConfigDict
 
 from dflash.doctor import to_table
+from dflash.errors import DFlashError
 from dflash.training import checkpointing
 from dflash.training.checkpointing import STATE, DiskFullError, SaveError
 from dflash.training.claim import sole_writer
@@ -32,6 +33,10 @@ from dflash.training.stop import Stop, Stopped
 from dflash.training.training_state import Progress, TrainingState, read_state
 from dflash.training.validation import Truth
 from dflash.training.voice import Voice
+
+
+class NothingSupervisedError(DFlashError):
+    """No step of a whole epoch had a slot to learn from."""
 
 
 class Outcome(BaseModel):
@@ -130,6 +135,11 @@ class _Run:
         while self.progress.step < self.steps.total and not self.stopped:
             figures, batch = self._step()
             step, last = self.progress.step, self.progress.step == self.steps.total
+            if self.progress.skipped == step and (last or step == self.steps.order.steps_per_epoch):
+                raise NothingSupervisedError(
+                    f"{step} steps, and in none was there anything to learn: a block needs two tokens in a row that "
+                    f"the target wrote, and no sample has them; look at the data's answers, and at data.min_loss_tokens"
+                )
             self.stopped = figures.stop and not last
             truth = None
             if evaluation is not None and not self.stopped and (last or step % evaluation.eval_interval == 0):

@@ -29,6 +29,7 @@ from dflash.training.run_config import RunConfigError
 from dflash.training.samples import load_samples
 from dflash.training.snapshot import NotFiniteRunError
 from dflash.training.target_states import require_packable
+from dflash.training.trainer import NothingSupervisedError
 from dflash.training.training_state import read_state
 from tests.dflash.pairs import write_prompts
 from tests.dflash.training.runs import STEPS, TinyRun, made, quick, run, weights
@@ -286,6 +287,15 @@ def test_a_text_without_an_anchor_is_counted_and_a_step_without_one_is_skipped(r
     assert len(skipped) == 2
     assert all(line["blocks"] == 0 for line in skipped)
     assert all(torch.isfinite(weight).all() for weight in weights(short.output / "step_4").values())
+
+
+def test_data_without_a_single_anchor_are_told_after_an_epoch(run: TinyRun) -> None:
+    data = run.output.parent / "one.jsonl"
+    data.write_text(5 * '{"prompt_ids": [5, 6, 7], "response_ids": [8]}\n')
+    barren = run.changed(data={"files": [str(data)], "min_loss_tokens": 1}, optimizer={"rows": 2, "max_steps": 9})
+    with pytest.raises(NothingSupervisedError, match="3 steps, and in none was there anything to learn"):
+        barren.train()
+    assert not list(run.output.glob("step_*"))
 
 
 @pytest.mark.slow
