@@ -13,14 +13,12 @@ import torch
 
 from dflash.checkpoints import build_drafter, read_checkpoint
 from dflash.config import ConfigError, DrafterConfig
-from dflash.errors import DFlashError
 from dflash.manifest import read_manifest
 from dflash.metric_replay import batch_metrics, read_replay
 from dflash.probe import read_probe
 from dflash.target import Target, TargetMismatchError
-from dflash.training import checkpointing, preparation, snapshot, step, trackers
+from dflash.training import checkpointing, preparation, snapshot, step
 from dflash.training.checkpointing import DiskFullError, SaveError
-from dflash.training.claim import OutputInUseError, sole_writer
 from dflash.training.features import write_features
 from dflash.training.metric_log import METRICS
 from dflash.training.preflight import PreflightError
@@ -28,10 +26,8 @@ from dflash.training.resume import ResumeError
 from dflash.training.run_config import RunConfigError
 from dflash.training.samples import load_samples
 from dflash.training.snapshot import NotFiniteRunError
-from dflash.training.target_states import require_packable
 from dflash.training.trainer import NothingSupervisedError
 from dflash.training.training_state import read_state
-from tests.dflash.pairs import write_prompts
 from tests.dflash.training.runs import STEPS, TinyRun, made, quick, run, weights
 
 __all__ = ["made", "quick", "run"]
@@ -362,38 +358,6 @@ def test_a_warm_start_begins_with_the_checkpoints_weights(whole: TinyRun, run: T
         _with_config(run, "wide", intermediate_size=64).changed(drafter={"init": str(whole.output / "step_8")}).train()
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"parallel": {"attention": "flex"}}, r"parallel\.attention is flex, and the device is cpu"),
-        ({"evaluation": {"prompts": "nowhere.jsonl"}}, r"evaluation\.prompts: nowhere\.jsonl is not there"),
-        ({"data": {"files": ["/"]}}, r"data\.files: / is no file"),
-        ({"drafter": {"init": "nowhere"}}, r"drafter\.init: nowhere is not there"),
-        ({"features": {"packing": True}, "target": {"kernel": "torch"}}, r"features\.packing puts several documents"),
-        ({"tracking": {"mlflow": "runs"}}, r"tracking\.mlflow is set and the package mlflow .* not installed"),
-    ],
-)
-def test_what_is_cheap_to_tell_is_told_before_what_takes_long(
-    run: TinyRun, monkeypatch: pytest.MonkeyPatch, sections: dict[str, Any], message: str
-) -> None:
-    def too_late(*_: object, **__: object) -> None:
-        raise AssertionError("had begun")
-
-    monkeypatch.setattr(preparation, "load_samples", too_late)
-    monkeypatch.setattr(trackers.importlib.util, "find_spec", lambda name: None)
-    if "features" in sections:  # what a hybrid target says; this one is dense
-        monkeypatch.setattr(preparation, "require_packable", lambda _, path: require_packable("torch", path=path))
-    else:
-        monkeypatch.setattr(preparation.Target, "load", too_late)
-    with pytest.raises(DFlashError, match=message):
-        run.changed(**sections).train()
-
-
-def test_another_run_in_the_same_output_is_refused(run: TinyRun) -> None:
-    with sole_writer(run.output), pytest.raises(OutputInUseError, match="another run writes into"):
-        run.train()
-
-
 def test_a_checkpoint_that_cannot_be_removed_ends_no_run(
     run: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,17 +368,6 @@ def test_a_checkpoint_that_cannot_be_removed_ends_no_run(
     short = run.changed(checkpoints={"save_interval": 1, "keep_last": 1}, optimizer={"max_steps": 2})
     assert short.train().checkpoint == str(run.output / "step_2")
     assert f"warning: {run.output / 'step_1'} could not be removed" in _said(capfd)
-
-
-def test_other_prompts_under_the_same_name_are_refused(run: TinyRun) -> None:
-    prompts = run.output.parent / "prompts.jsonl"
-    write_prompts(prompts, count=1)
-    evaluation = {"prompts": str(prompts), "eval_interval": 9, "max_new_tokens": 4, "ignore_eos": True}
-    measured = run.changed(evaluation=evaluation, optimizer={"max_steps": 1})
-    measured.train()
-    write_prompts(prompts, count=2)
-    with pytest.raises(ResumeError, match=r"evaluation\.prompts is not the same"):
-        measured.train()
 
 
 def test_a_target_of_another_vocabulary_and_a_tap_on_its_last_block_are_refused(run: TinyRun) -> None:
