@@ -41,6 +41,8 @@ SHARES = 64
 """Shards that a small job is cut into, so that a few processes share it evenly and an interruption costs little."""
 SUMMED = ("taps", "hidden")
 """What is summed up, in this order: a wrong state looks like any other, wrong ids and borders are found without it."""
+Dtype = Literal["float32", "float16", "bfloat16"]
+"""What states are kept in: the target's own dtype."""
 _INDEX = "features.json"
 _LOCK = ".lock"
 _WRITE_AGAIN = "remove it and run dflash data features again"
@@ -70,7 +72,7 @@ class FeatureIndex(BaseModel):
     target_fingerprint: str
     tokenizer: str
     kernel: str
-    dtype: Literal["float32", "float16", "bfloat16"]
+    dtype: Dtype
     hidden_size: PositiveInt
     layer_ids: tuple[int, ...] = Field(min_length=1)
     soft: bool

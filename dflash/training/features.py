@@ -24,6 +24,7 @@ from dflash.hidden_states import (
 from dflash.target import Target, require_layers
 from dflash.training.batch import Features, Sample, SampleSet
 from dflash.training.feature_store import (
+    Dtype,
     FeatureIndex,
     FeatureReader,
     FeatureStoreError,
@@ -39,6 +40,11 @@ from dflash.training.target_states import States, target_states
 
 READERS = 8
 """Documents that are read from disk at a time."""
+_DTYPES: dict[torch.dtype, Dtype] = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+}
 
 
 class StoredSampleSet(SampleSet, Protocol):
@@ -287,7 +293,7 @@ def _index(
         target_fingerprint=fingerprint(Path(target.path)),
         tokenizer=tokenizer_digest(Path(target.path)),
         kernel=target.kernel,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=_DTYPES[target.dtype],
         hidden_size=target.hidden_size,
         layer_ids=tuple(layer_ids),
         soft=soft,
