@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent
 ON_HOSTS = ("flows", "lab", "tasks")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Share the tests out by file over the processes of ``make test``; those with hosts go one after the other.
 

@@ -146,12 +146,12 @@ def interrupted(*arguments: Any, **options: Any) -> None:
 
 
 @pytest.mark.parametrize(("fault", "raises"), [(disk_full, OutputError), (interrupted, KeyboardInterrupt)])
-@pytest.mark.parametrize("at", ["save_file", "file_sha256", "_to_disk"])
+@pytest.mark.parametrize("at", ["save_file", "file_sha256", "to_disk"])
 def test_nothing_is_left_of_an_export_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: Callable[..., None], raises: type[BaseException], at: str
 ) -> None:
     checkpoint = a_checkpoint(tmp_path / "own")
-    monkeypatch.setattr(dflash.output if at == "_to_disk" else dflash.export, at, fault)
+    monkeypatch.setattr(dflash.output if at == "to_disk" else dflash.export, at, fault)
     with pytest.raises(raises) as caught:
         export(checkpoint, "zlab", tmp_path / "there")
     assert [entry.name for entry in tmp_path.iterdir()] == ["own"]

@@ -282,7 +282,7 @@ IN_THE_PATH = {
     "context with the anchor": (masks, "block_mask_mod", *WITH_ANCHOR),
     "block ids one late": (batch_module.Batch, "hidden", *PLUS_ONE),
     "block ids one early": (batch_module.Batch, "hidden", *MINUS_ONE),
-    "K/V heads tiled": (drafter.Attention, "forward", KEYS_AND_VALUES, TILED),
+    "K/V heads tiled": (drafter, "attend", KEYS_AND_VALUES, TILED),
 }
 """Faults of the measuring code itself, as :func:`mutate` takes them."""
 

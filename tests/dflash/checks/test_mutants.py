@@ -39,7 +39,7 @@ MUTANTS = {
     "rotary: queries are not turned": (
         *ATTENTION, f"rotate(self.q_norm({QUERIES}), rotation)", f"self.q_norm({QUERIES})",
     ),
-    "heads: K/V tiled": (*ATTENTION, KEYS_AND_VALUES, TILED),
+    "heads: K/V tiled": (drafter, "attend", KEYS_AND_VALUES, TILED),
     "heads: queries without their norm": (*ATTENTION, f"self.q_norm({QUERIES})", QUERIES),
     "heads: keys without their norm": (drafter.Attention, "key_value", f"self.k_norm({KEYS})", KEYS),
     "norm: zero-centred": (drafter.RMSNorm, "forward", "self.weight *", "(1 + self.weight) *"),
