@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 2 $(ARGS)
 
 test-slow: $(STAMP) $(FLA)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

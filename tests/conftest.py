@@ -2,7 +2,6 @@
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 
@@ -15,17 +14,19 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds"]
 
-ROOT = Path(__file__).parent
-ON_HOSTS = ("flows", "lab", "tasks")
+ON_HOSTS = ("tests/flows/", "tests/lab/", "tests/tasks/")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist looks for groups
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Share the tests out by file over the processes of ``make test``; those with hosts go one after the other.
 
     Namespaces, their addresses and the lab are there once a machine.
     """
-    for item in items:
-        place = item.path.relative_to(ROOT)
-        group = "hosts" if place.parts[0] in ON_HOSTS else str(place)
-        item.add_marker(pytest.mark.xdist_group(group))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "hosts" if nodeid.startswith(ON_HOSTS) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
