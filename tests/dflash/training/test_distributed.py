@@ -51,6 +51,19 @@ def test_sharded_masters_give_the_same_losses_and_a_whole_checkpoint(run: TinyRu
             torch.testing.assert_close(theirs.optimizer[name][kind], value, atol=1e-5, rtol=1e-3)
 
 
+def test_masters_are_sharded_where_a_drafter_computes_in_bfloat16(run: TinyRun, tmp_path: Path) -> None:
+    sections = {"drafter": {"dtype": "bfloat16"}, "target": {"dtype": "bfloat16"}}
+    one = _of(run, tmp_path, "one", optimizer={"rows": 2, "max_steps": 6}, **sections)
+    sharded = _of(
+        run, tmp_path, "sharded", optimizer={"rows": 1, "max_steps": 6}, parallel={"strategy": "fsdp"}, **sections
+    )
+    assert one.train_elsewhere() == [0]
+    assert sharded.train_elsewhere(world=2) == [0, 0]
+    assert sharded.losses() == pytest.approx(one.losses(), abs=2e-3)
+    masters = read_state(sharded.output / "step_6" / "training_state.pt").masters
+    assert any(not torch.equal(master, master.bfloat16().float()) for master in masters.values())
+
+
 @pytest.mark.parametrize("strategy", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_several_ranks_go_on_to_the_last_bit(run: TinyRun, tmp_path: Path, strategy: str) -> None:
     def two(name: str, save_interval: int) -> TinyRun:
