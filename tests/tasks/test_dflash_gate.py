@@ -1,4 +1,4 @@
-"""The gate program as sshd starts it: the program itself, and the program behind a real sshd."""
+"""The gate program, started as sshd starts it."""
 
 import base64
 import dataclasses
@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import shutil
-import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,10 @@ import pytest
 from tasks import process
 from tasks.approvals import Approval
 from tasks.process import PIPE, Popen
-from tests.sshds import GATE, Operator, Site, write_gate_configuration
+from tests.gate_talk import Conversation, line
+from tests.sshds import GATE, Operator, write_gate_configuration
 
 MIB = 1 << 20
-
-
-# --- the program, started as sshd starts it
 
 
 class Program:
@@ -45,7 +42,7 @@ class Program:
     ) -> tuple[int, list[Any]]:
         """Exit status and replies to ``requests`` (none of them a read)."""
         running = self.start(approval, **options)
-        lines = [approval.grant.canonical() if action is None else action, *(map(_line, requests))]
+        lines = [approval.grant.canonical() if action is None else action, *(map(line, requests))]
         output, errors = running.communicate(b"\n".join(lines) + b"\n", timeout=60)
         assert errors == b"", errors.decode()
         return running.returncode, [json.loads(line) for line in output.splitlines()]
@@ -55,29 +52,6 @@ class Program:
         assert status == 77, replies
         assert replies[-1]["refused"]
         return str(replies[-1]["message"])
-
-
-class Conversation:
-    """Requests to a running gate, one after the other."""
-
-    def __init__(self, running: Popen[bytes], approval: Approval) -> None:
-        assert running.stdin is not None
-        assert running.stdout is not None
-        self.running, self.stdin, self.stdout = running, running.stdin, running.stdout
-        self.send(approval.grant.canonical())
-        assert json.loads(self.stdout.readline()) == {"ok": True}
-
-    def send(self, line: bytes) -> None:
-        self.stdin.write(line + b"\n")
-        self.stdin.flush()
-
-    def ask(self, **request: Any) -> Any:
-        self.send(_line(request))
-        return json.loads(self.stdout.readline())
-
-
-def _line(request: dict[str, Any]) -> bytes:
-    return json.dumps(request).encode()
 
 
 @pytest.fixture
@@ -422,7 +396,7 @@ def test_drops_what_it_read_from_the_page_cache(program: Program, tree: Path) ->
         pytest.skip("this file system does not keep what was written in the page cache")
     approval = program.operator.approve(path=str(large))
     talk = Conversation(program.start(approval), approval)
-    talk.send(_line({"verb": "read", "path": str(large), "offset": 0, "length": size}))
+    talk.send(line({"verb": "read", "path": str(large), "offset": 0, "length": size}))
     output, _ = talk.running.communicate()
     assert len(output) > size
     assert _resident(large) < 0.05 * size
@@ -439,102 +413,3 @@ def test_keeps_to_the_rate(program: Program, tree: Path) -> None:
     assert program.run(approval, {"verb": "hash", "path": str(tree / "step.pt")})[0] == 0
     # chunks are a quarter of a second's worth, and the first goes at once
     assert time.monotonic() - begun > (3 - 0.5) / 2 * 0.95
-
-
-# --- behind a real sshd
-
-
-def _session(operator: Operator, approval: Approval, *lines: bytes) -> tuple[int, str, str]:
-    """Exit status, stdout and stderr of one ssh session with the gate."""
-    running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    output, errors = running.communicate(b"".join(line + b"\n" for line in lines), timeout=60)
-    return running.returncode, output.decode(), errors.decode()
-
-
-@pytest.fixture
-def step(tmp_path: Path) -> Path:
-    file = tmp_path / "step.pt"
-    file.write_bytes(os.urandom(MIB))
-    return file
-
-
-def test_sshd_runs_the_gate_for_an_approval(operator: Operator, step: Path) -> None:
-    approval = operator.approve(path=str(step))
-    status, output, _ = _session(
-        operator, approval, approval.grant.canonical(), _line({"verb": "stat", "path": str(step)})
-    )
-    assert status == 0
-    assert json.loads(output.splitlines()[1])["size"] == MIB
-
-
-def test_sshd_takes_no_login_without_a_certificate(operator: Operator, site: Site, step: Path) -> None:
-    approval = operator.approve(path=str(step))
-    for key in (approval.key_path, site.login_key, site.ca_key):
-        bare = dataclasses.replace(approval, key_path=key, certificate_path=Path("/dev/null"))
-        status, _, errors = _session(operator, bare)
-        assert status == 255
-        assert "Permission denied (publickey)" in errors
-
-
-def test_sshd_takes_no_certificate_out_of_its_terms(operator: Operator, step: Path) -> None:
-    approval = operator.approve(path=str(step))
-    command = f"force-command=dflash-gate {approval.digest}"
-    valid = ("-V", "-1m:+10m", "-O", "clear", "-O", command)
-    for options, principal in (
-        (("-V", "-10m:-1m", "-O", "clear", "-O", command, "-O", "source-address=127.0.0.0/8"), "dflash-gate"),
-        ((*valid, "-O", "source-address=10.9.9.9"), "dflash-gate"),
-        ((*valid, "-O", "source-address=127.0.0.0/8"), "root"),
-    ):
-        status, _, errors = _session(operator, operator.forge(approval, *options, principal=principal))
-        assert status == 255
-        assert "Permission denied (publickey)" in errors
-
-
-def test_gate_takes_no_certificate_that_says_something_else(operator: Operator, step: Path) -> None:
-    """These log in: sshd lets them through to its ForceCommand, and the gate sends them away."""
-    approval = operator.approve(path=str(step))
-    source = "source-address=127.0.0.0/8"
-    for options, message in (
-        (("-O", "clear", "-O", source), "no force-command"),
-        ((), "no force-command"),
-        (("-O", "clear", "-O", "force-command=/bin/sh", "-O", source), "no force-command"),
-        (("-O", "clear", "-O", f"force-command=dflash-gate {'0' * 64}", "-O", source), "not the approved one"),
-        (("-O", "clear", "-O", f"force-command=dflash-gate {approval.digest}"), "options"),
-    ):
-        forged = operator.forge(approval, "-V", "-1m:+10m", *options)
-        status, output, _ = _session(operator, forged, approval.grant.canonical())
-        assert status == 77
-        assert message in json.loads(output)["message"]
-
-
-def test_no_third_session_at_a_time_and_a_killed_client_takes_nothing_with_it(operator: Operator, step: Path) -> None:
-    approval = operator.approve(path=str(step))
-    action = approval.grant.canonical()
-    first, second = (
-        Conversation(
-            operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE), approval
-        )
-        for _ in range(2)
-    )
-    status, output, _ = _session(operator, approval, action)
-    assert status == 77
-    assert "2 sessions are open" in json.loads(output)["message"]
-    os.killpg(first.running.pid, signal.SIGKILL)
-    first.running.communicate()
-    assert second.ask(verb="stat", path=str(step))["size"] == MIB
-    deadline = time.monotonic() + 20
-    while (status := _session(operator, approval, action)[0]) == 77 and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert status == 0
-    second.running.communicate()
-    assert second.running.returncode == 0
-
-
-def test_the_deadline_ends_a_session_that_waits(operator: Operator, step: Path) -> None:
-    approval = operator.approve(path=str(step), seconds=5)
-    running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
-    talk = Conversation(running, approval)
-    assert running.wait(60) == 77
-    assert "expired in the middle" in json.loads(talk.stdout.read())["message"]
-    running.communicate()
-    assert time.time() >= approval.not_after
