@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from dflash.errors import DFlashError
-from dflash.training.batch import Sample, SampleSet
+from dflash.training.batch import Sample
 
 OPEN_ROWS = 32
 """Rows that still wait for a document that fits. More fill better and carry a document further from its neighbours."""
@@ -40,18 +40,6 @@ class Layout:
         """[D + 1] int64: where each of the row's D documents begins, and where the last one ends."""
         starts: Tensor = torch.unique_consecutive(self.starts[row, : self.lengths[row]])
         return torch.cat((starts, torch.tensor([self.lengths[row]])))
-
-
-def rows_of(samples: SampleSet, indices: Sequence[int], *, length: int, packing: bool) -> list[list[Sample]]:
-    """The documents ``indices`` in rows: one in each, or packed into rows of at most ``length`` tokens.
-
-    The same samples and indices give the same rows everywhere. Raises :class:`PackingError`, see :func:`first_fit`.
-    """
-    documents = [samples[index] for index in indices]
-    if not packing:
-        return [[document] for document in documents]
-    rows = first_fit([len(document.ids) for document in documents], length)
-    return [[documents[place] for place in row] for row in rows]
 
 
 def first_fit(lengths: Sequence[int], length: int) -> list[list[int]]:

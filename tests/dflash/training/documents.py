@@ -7,7 +7,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dflash.training.batch import Sample
+from dflash.training.batch import Sample, SampleSet
+from dflash.training.packing import first_fit
 
 
 @dataclass(frozen=True)
@@ -37,3 +38,15 @@ def documents(lengths: Sequence[int], *, vocabulary: int, seed: int = 0) -> Docu
             for index, length in enumerate(lengths)
         ]
     )
+
+
+def rows_of(samples: SampleSet, indices: Sequence[int], *, length: int, packing: bool) -> list[list[Sample]]:
+    """The documents ``indices`` in rows: one in each, or packed into rows of at most ``length`` tokens.
+
+    The same samples and indices give the same rows everywhere. As of :func:`first_fit`.
+    """
+    documents = [samples[index] for index in indices]
+    if not packing:
+        return [[document] for document in documents]
+    rows = first_fit([len(document.ids) for document in documents], length)
+    return [[documents[place] for place in row] for row in rows]

@@ -167,9 +167,8 @@ def test_one_process_needs_no_group() -> None:
         assert "MASTER_PORT" not in os.environ
 
 
-def test_a_gpu_that_is_not_there_is_named() -> None:
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
+def test_a_gpu_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(UsageError, match=r"target\.device is cuda, and torch sees no GPU"), Ranks.joined("cuda"):
         pass
 

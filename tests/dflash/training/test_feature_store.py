@@ -20,9 +20,8 @@ from dflash.training import feature_store, features
 from dflash.training.batch import Features
 from dflash.training.feature_store import FeatureStoreError, FeatureWriter, checksum, even, plan_shards, read_index
 from dflash.training.features import OnlineFeatures, StoredFeatures, Written, write_features
-from dflash.training.packing import rows_of
 from tests.dflash.pairs import WORDS, write_target
-from tests.dflash.training.documents import Documents, documents
+from tests.dflash.training.documents import Documents, documents, rows_of
 
 TAPS = (1, 3, 5)
 LENGTHS = [70, 33, 50, 64, 9, 48]

@@ -17,9 +17,8 @@ from dflash.kernels import KernelError, documents_apart, select_kernel
 from dflash.target import Target, TargetMismatchError
 from dflash.training import target_states
 from dflash.training.features import OnlineFeatures
-from dflash.training.packing import rows_of
 from tests.dflash.pairs import WORDS, write_target
-from tests.dflash.training.documents import Documents, documents
+from tests.dflash.training.documents import Documents, documents, rows_of
 
 TAPS = (1, 3, 5)
 LENGTHS = [70, 33, 120, 64, 9, 100]

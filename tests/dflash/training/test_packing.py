@@ -8,8 +8,8 @@ import torch
 from dflash.training import packing
 from dflash.training.batch import Features
 from dflash.training.blocks import valid_anchors
-from dflash.training.packing import PackingError, first_fit, lay_out, rows_of
-from tests.dflash.training.documents import documents
+from dflash.training.packing import PackingError, first_fit, lay_out
+from tests.dflash.training.documents import documents, rows_of
 
 
 def drawn_lengths(count: int, most: int) -> list[int]:
