@@ -109,10 +109,15 @@ class Cache:
     def get(self, ids: Sequence[int], layer_ids: Sequence[int]) -> CachedText:
         """These layers of the text ``ids``, all of which must be held (see :meth:`layers`)."""
         path = self._entry(ids)
-        with self._opened(path) as file:
-            taps = {layer: _tensor(path, file, f"tap.{layer}", len(ids)) for layer in dict.fromkeys(layer_ids)}
-            there = _SHORTFALL in file.keys()  # noqa: SIM118 (not a mapping)
-            return CachedText(taps, _tensor(path, file, _SHORTFALL, len(ids)) if there else None)
+        while True:
+            inode = _inode(path)
+            try:
+                return self._read(path, len(ids), layer_ids)
+            except CacheError:
+                # safetensors opens the file once for its header and once for its tensors, and another process
+                # may have put a newer one there in between: only a file that stayed is damaged.
+                if _inode(path) == inode:
+                    raise
 
     def put(self, ids: Sequence[int], text: CachedText) -> None:
         """Keep ``text`` beside what is already held of it."""
@@ -161,6 +166,12 @@ class Cache:
         except ValidationError:
             raise CacheError(f"cache {path} is not a check; remove the file") from None
 
+    def _read(self, path: Path, length: int, layer_ids: Sequence[int]) -> CachedText:
+        with self._opened(path) as file:
+            taps = {layer: _tensor(path, file, f"tap.{layer}", length) for layer in dict.fromkeys(layer_ids)}
+            there = _SHORTFALL in file.keys()  # noqa: SIM118 (not a mapping)
+            return CachedText(taps, _tensor(path, file, _SHORTFALL, length) if there else None)
+
     def _entry(self, ids: Sequence[int]) -> Path:
         name = _digest([VERSION, *vars(self.key).values(), list(ids)])
         return self.home / "taps" / name[:2] / f"{name}.safetensors"
@@ -206,6 +217,13 @@ def _tensor(path: Path, file: Any, name: str, length: int) -> Tensor:
     if len(tensor) != length or file.metadata().get(f"crc32.{name}") != str(_crc32(tensor)):
         raise CacheError(f"cache {path}: {name} is not what was written there; remove the file")
     return tensor
+
+
+def _inode(path: Path) -> int | None:
+    try:
+        return path.stat().st_ino
+    except OSError:
+        return None
 
 
 def _held(names: Sequence[str] | Mapping[str, Tensor]) -> frozenset[int | str]:

@@ -143,6 +143,20 @@ def test_a_full_disk_leaves_nothing_behind(cache, monkeypatch):
     assert cache.layers(IDS) == set()
 
 
+def test_an_entry_replaced_between_its_header_and_its_tensors_is_read_again(cache, monkeypatch):
+    cache.put(IDS, text(7))
+    opened = Cache._opened
+
+    def replaced_once_open(self, path):
+        file = opened(self, path)
+        monkeypatch.undo()
+        self.put(IDS, text(1, seed=1))
+        return file
+
+    monkeypatch.setattr(Cache, "_opened", replaced_once_open)
+    assert torch.equal(Cache.open(cache.directory, KEY).get(IDS, [7]).taps[7], text(7).taps[7])
+
+
 def test_two_processes_writing_the_same_entry_leave_one_whole(cache):
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_write_often, args=(cache, [layer, 7])) for layer in (1, 2)]
