@@ -13,11 +13,12 @@ from rich.text import Text
 from dflash.errors import DFlashError, UsageError
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
-from tasks.actions import LARGEST, Plan, ReadGrant, Verb, escape, is_text
+from tasks.actions import LARGEST, ReadGrant, Verb, escape, is_text
 from tasks.approvals import DEFAULT_SECONDS, ApprovalStore, Request
 from tasks.audit import Audit, show_time
 from tasks.errors import Refused
 from tasks.inventory import Inventory
+from tasks.plans import Plan
 from tasks.quantities import duration, rate, show_duration, show_rate, show_size, size
 
 app = typer.Typer(no_args_is_help=True, help="Decide what may happen on a protected host.")

@@ -16,10 +16,10 @@ from flows.cli_guard import approve
 from flows.prefect_home import configure_prefect
 from flows.terminal import console
 from tasks import process
-from tasks.actions import Plan
 from tasks.errors import Refused
 from tasks.evaluation import Suite, plan_evaluation
 from tasks.lab import CHECKPOINTS, MODELS, Lab, remove_tree
+from tasks.plans import Plan
 from tasks.ssh import Connector
 from tasks.state import state_dir
 

@@ -14,9 +14,10 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tasks.actions import Plan, escape
+from tasks.actions import escape
 from tasks.approvals import ApprovalStore
 from tasks.audit import show_time
+from tasks.plans import Plan
 from tasks.quantities import show_duration, show_rate, show_size
 from tasks.transfer import Progress as Report
 

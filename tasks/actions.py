@@ -1,7 +1,11 @@
-"""What may be done to a protected host: the closed set of actions, and the plan that is approved.
+"""What may be done to a protected host: the closed set of actions.
+
+Observing is one :class:`ReadGrant`, which many requests spend. Everything else is one :class:`Change` each, spent at
+its first session: ``upload``, ``run``, ``put``, ``launch``, ``signal``, ``revoke``.
 
 An action is a frozen model. Its digest is the sha256 of its canonical JSON; the certificate carries that digest and the
-gate receives those bytes, so what was approved is what runs: there is no second representation.
+gate receives those bytes, so what was approved is what runs: there is no second representation. Nothing volatile is in
+it: no time, no id of a run or a try, no wording.
 """
 
 import builtins
@@ -13,18 +17,16 @@ import unicodedata
 from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
-from rich import box
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from dflash.errors import UsageError
-from tasks.quantities import show_rate, show_size
 
 Verb = Literal["stat", "list", "read", "hash"]
 
 LARGEST = 2**63 - 1
+LONGEST_ACTION = 1 << 16
+"""Bytes of the canonical form; the gate reads no longer line."""
 MOST_PATHS = 32
+MOST_PARTS = 512
 LONGEST_PATH = 4095
 """Bytes; Linux opens no longer one."""
 LONGEST_SAYING = 500
@@ -104,27 +106,70 @@ def _sorted(paths: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(set(paths)))
 
 
+def _argument(text: str) -> str:
+    # passed to execve as it is: a line break or $(…) in it is only a character, a NUL would cut it off
+    if "\0" in text:
+        raise ValueError(f"'{escape(text[:40])}' holds a NUL, which no argument can")
+    if not is_text(text):
+        raise ValueError(f"'{escape(text[:40])}' is not UTF-8 text")
+    return text
+
+
+def _by_name(settings: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    names = [name for name, _ in settings]
+    for name in names:
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ValueError(f"'{escape(name)}' is not the name of an environment variable")
+    if len(set(names)) != len(names):
+        raise ValueError("an environment variable is given twice")
+    return tuple(sorted(settings))
+
+
 AbsolutePath = Annotated[str, AfterValidator(normalise_path)]
+Argument = Annotated[str, AfterValidator(_argument)]
+Environment = Annotated[tuple[tuple[str, Argument], ...], AfterValidator(_by_name)]
+Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+JobId = Annotated[str, Field(pattern=r"\A[A-Za-z0-9][A-Za-z0-9._-]{0,99}\z")]
+Count = Annotated[int, Field(ge=0, le=LARGEST)]
 
 
-class ReadGrant(BaseModel):
+class Action(BaseModel):
+    """What every action has: the host, by name and by its keys."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    host: str
+    host_keys: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_fingerprints)]
+    """SHA256 fingerprints of every key the host may show: this is who the host is."""
+
+    @model_validator(mode="after")
+    def _fits_a_line(self) -> Self:
+        if len(self.canonical()) > LONGEST_ACTION:
+            raise ValueError(f"an action of {len(self.canonical())} bytes is too long; the longest is {LONGEST_ACTION}")
+        return self
+
+    def canonical(self) -> builtins.bytes:
+        """The action as one line of ASCII JSON: sorted keys, no spaces, no line break at the end."""
+        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode("ascii")
+
+    def digest(self) -> str:
+        """sha256 of :meth:`canonical`, in hex."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+
+class ReadGrant(Action):
     """The right to observe certain files (``paths``) or one tree (``root``) on ``host``, within budgets.
 
     The deadline is not here but in the certificate: it counts from the decision, not from the request.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
     kind: Literal["read-grant"] = "read-grant"
-    host: str
-    host_keys: Annotated[tuple[str, ...], Field(min_length=1), AfterValidator(_fingerprints)]
-    """SHA256 fingerprints of every key the host may show: this is who the host is."""
     paths: Annotated[tuple[AbsolutePath, ...], Field(max_length=MOST_PATHS), AfterValidator(_sorted)] = ()
     root: AbsolutePath | None = None
     verbs: Annotated[tuple[Verb, ...], Field(min_length=1), AfterValidator(_verbs)]
     sessions: int = Field(ge=1, le=LARGEST)
-    bytes: int = Field(ge=0, le=LARGEST)
-    rate: int = Field(default=0, ge=0, le=LARGEST)
+    bytes: Count
+    rate: Count = 0
     """Bytes a second; 0 leaves it to the host's ``read_limit``."""
 
     @model_validator(mode="after")
@@ -132,14 +177,6 @@ class ReadGrant(BaseModel):
         if bool(self.paths) == (self.root is not None):
             raise ValueError("a read grant names either paths or a root, not both and not neither")
         return self
-
-    def canonical(self) -> builtins.bytes:
-        """The action as one line of ASCII JSON: sorted keys, no spaces, NFC, no line break at the end."""
-        return json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":")).encode("ascii")
-
-    def digest(self) -> str:
-        """sha256 of :meth:`canonical`, in hex."""
-        return hashlib.sha256(self.canonical()).hexdigest()
 
     def covers(self, other: "ReadGrant") -> bool:
         """Whether everything ``other`` asks for lies inside this grant (places, verbs and budgets; not the rate)."""
@@ -160,38 +197,123 @@ def _inside(outer: ReadGrant, inner: ReadGrant) -> bool:
     return all(f"{place}/".startswith(below) for place in places)
 
 
-class Plan(BaseModel):
-    """What a command wants to do on a protected host and what the operator should expect of it."""
+class Change(Action):
+    """An action that alters the host or sends bytes away from it; each needs a certificate of its own."""
+
+    seconds: int = Field(ge=1, le=7 * 24 * 3600)
+    """How long it may take once it has begun; then the gate ends it."""
+
+
+class FileDigest(BaseModel):
+    """A file that must have this sha256 at the moment of the effect; a changed one is a new plan."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    grant: ReadGrant
-    effect: str
-    """One sentence for the operator; not part of the digest."""
+    path: AbsolutePath
+    sha256: Sha256
+
+
+class Command(Change):
+    """An exact argv, started without a shell and with no other environment than ``env``."""
+
+    argv: Annotated[tuple[Argument, ...], Field(min_length=1)]
+    """``argv[0]`` is the absolute path of the program."""
+    cwd: AbsolutePath = "/"
+    env: Environment = ()
+    requires: tuple[FileDigest, ...] = ()
+
+    @model_validator(mode="after")
+    def _names_a_program(self) -> Self:
+        if normalise_path(self.argv[0]) != self.argv[0]:
+            raise ValueError(f"argv[0] '{escape(self.argv[0])}' is not the plain path of a program; write it whole")
+        return self
+
+
+class Run(Command):
+    """Run a command to its end within the session; stdin is empty."""
+
+    kind: Literal["run"] = "run"
+    bytes: Count = 1 << 20
+    """Output, stdout and stderr together, after which it is ended."""
+    break_glass: bool = False
+    """An emergency, see ``guard break-glass``; the host's log says so."""
+
+
+class Launch(Command):
+    """Start a command that outlives the session as job ``job``: at most once, whatever happens."""
+
+    kind: Literal["launch"] = "launch"
+    jobs: AbsolutePath
+    """The folder of all jobs; this one's is ``<jobs>/<job>``."""
+    job: JobId
+    seconds: int = Field(default=60, ge=1, le=7 * 24 * 3600)
+
+
+class Signal(Change):
+    """Send a signal to the processes of a launched job."""
+
+    kind: Literal["signal"] = "signal"
+    jobs: AbsolutePath
+    job: JobId
+    signal: Literal["TERM", "INT", "KILL", "HUP", "USR1", "USR2"]
+    seconds: int = Field(default=60, ge=1, le=7 * 24 * 3600)
+
+
+class Put(Change):
+    """Write one file of exactly these bytes."""
+
+    kind: Literal["put"] = "put"
+    path: AbsolutePath
+    size: Count
+    sha256: Sha256
+    mode: Literal[0o600, 0o644, 0o700, 0o755] = 0o644
+    replaces: Sha256 | None = None
+    """sha256 of the file that may be replaced; None: there must be none."""
+
+
+class Part(BaseModel):
+    """``length`` bytes from ``offset`` on, which become the object ``key``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    offset: Count
+    length: Count
+    key: Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_argument)]
+
+
+class Upload(Change):
+    """Send ranges of one file to an object store, by presigned URLs that come on stdin and must match this."""
+
+    kind: Literal["upload"] = "upload"
+    path: AbsolutePath
+    identity: tuple[Count, Count, Count, int]
+    """Device, inode, size and mtime in ns that the file must have, as ``stat`` tells them."""
+    endpoint: Annotated[str, Field(pattern=r"\Ahttps?://[A-Za-z0-9.\[\]:-]+\z")]
+    """Scheme, host and port, nothing behind."""
+    bucket: Annotated[str, Field(pattern=r"\A[A-Za-z0-9._-]+\z")]
+    parts: Annotated[tuple[Part, ...], Field(min_length=1, max_length=MOST_PARTS)]
+    rate: Count = 0
+    """Bytes a second; 0 leaves it to the host's ``read_limit``."""
+
+    @model_validator(mode="after")
+    def _inside_the_file(self) -> Self:
+        if any(part.offset + part.length > self.identity[2] for part in self.parts):
+            raise ValueError("a part ends behind the end of the file")
+        if len({part.key for part in self.parts}) != len(self.parts):
+            raise ValueError("two parts have the same key")
+        return self
 
     @property
-    def host(self) -> str:
-        return self.grant.host
+    def bytes(self) -> int:
+        return sum(part.length for part in self.parts)
 
-    def digest(self) -> str:
-        return self.grant.digest()
 
-    def render(self, console: Console) -> None:
-        """Print the plan, every text from outside escaped, nothing shortened."""
-        grant = self.grant
-        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), width=min(console.width, 80))
-        table.add_column(style="bold", no_wrap=True)
-        table.add_column(overflow="fold")
-        rows = [("host", grant.host), *(("host key", key) for key in grant.host_keys)]
-        rows += [("path", path) for path in grant.paths] or [("tree", grant.root or "")]
-        rows += [
-            ("may", ", ".join(grant.verbs)),
-            ("sessions", str(grant.sessions)),
-            ("bytes", f"{show_size(grant.bytes)} ({grant.bytes})"),
-            ("rate", show_rate(grant.rate) if grant.rate else "the host's read_limit"),
-            ("effect", self.effect),
-            ("digest", self.digest()),
-        ]
-        for name, value in rows:
-            table.add_row(name, Text(escape(value)))
-        console.print(table)
+class Revoke(Change):
+    """Make the host refuse the certificate with this serial from now on."""
+
+    kind: Literal["revoke"] = "revoke"
+    serial: int = Field(ge=1, le=LARGEST)
+    seconds: int = Field(default=60, ge=1, le=7 * 24 * 3600)
+
+
+AnyChange = Annotated[Run | Put | Launch | Signal | Upload | Revoke, Field(discriminator="kind")]

@@ -21,11 +21,12 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tasks import certificates, process
-from tasks.actions import Plan, ReadGrant, escape, is_text
+from tasks.actions import ReadGrant, escape, is_text
 from tasks.audit import CLOCK_TOLERANCE, LATEST, Audit, show_time
 from tasks.certificates import Certificate, CertificateError, Terms
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
+from tasks.plans import Plan
 from tasks.quantities import show_duration
 from tasks.state import state_dir
 

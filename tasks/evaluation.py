@@ -16,8 +16,9 @@ from pathlib import Path, PurePosixPath
 from dflash.errors import DFlashError, NotValidError, UsageError
 from dflash.render import to_markdown
 from dflash.report import RelayInfo, Report, read_report
-from tasks.actions import Plan, said
+from tasks.actions import said
 from tasks.inventory import Host, Inventory, Location
+from tasks.plans import Plan
 from tasks.relay import RelayResult, plan_relay
 from tasks.ssh import Connector
 

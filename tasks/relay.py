@@ -16,11 +16,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from dflash.errors import DFlashError, UsageError
-from tasks.actions import MOST_PATHS, Plan, ReadGrant, escape, said
+from tasks.actions import MOST_PATHS, ReadGrant, escape, said
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.gate import EXIT_SSH_FAILED, GateSession, RequestFailed, Stat, open_session
 from tasks.inventory import Host, Location
+from tasks.plans import Plan
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.quantities import show_size
 from tasks.ssh import Connector

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks import inventory, process
-from tasks.actions import Plan, ReadGrant
+from tasks.actions import ReadGrant
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit
 from tasks.inventory import Inventory
+from tasks.plans import Plan
 
 PASSPHRASE = "correct horse"
 CHECKPOINT = "/workspace/dflash/checkpoints/step_400.pt"

@@ -19,10 +19,11 @@ from typing import Any
 import pytest
 
 from tasks import process, public_keys
-from tasks.actions import Plan, ReadGrant
+from tasks.actions import ReadGrant
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.inventory import Host, Inventory, parse
+from tasks.plans import Plan
 from tasks.process import Popen
 from tasks.ssh import Connector
 

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from tasks.actions import PathError, Plan, ReadGrant, escape, normalise_path, said
+from tasks.actions import PathError, ReadGrant, escape, normalise_path, said
+from tasks.plans import Plan
 
 KEYS = tuple("SHA256:" + letter * 43 for letter in "ABC")
 characters = st.characters(exclude_categories=["Cs"], exclude_characters="/\0\n")

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tasks import certificates
-from tasks.actions import Plan
 from tasks.approvals import ApprovalStore, Request
 from tasks.errors import Refused
+from tasks.plans import Plan
 from tests.guard_state import CHECKPOINT, GuardState, make_key
 
 TREE = "/workspace/dflash/checkpoints"
