@@ -7,7 +7,7 @@ Prints how many of the re-tokenised tokens are the target's, place by place up t
 """
 
 import argparse
-import socket
+import socket  # noqa: TID251 - to find a free port
 import subprocess  # noqa: TID251 - the peer is a server that the project itself never starts
 import sys
 import tempfile

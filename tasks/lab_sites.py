@@ -3,7 +3,7 @@
 import os
 import pwd
 import shlex
-import socket
+import socket  # noqa: TID251 - to find a free port
 import sys
 import time
 from collections.abc import Callable, Sequence

@@ -2,7 +2,7 @@
 
 import os
 import shutil
-import subprocess  # noqa: TID251 - the script is run in namespaces of its own
+import subprocess  # the script is run in namespaces of its own
 import sys
 from pathlib import Path
 

@@ -3,7 +3,7 @@
 import errno
 import fcntl
 import os
-import socket
+import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +48,7 @@ def sole_writer(output: Path) -> Iterator[None]:
                 ) from None
         else:
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
+            os.pwrite(descriptor, f"process {os.getpid()} on {platform.node()}\n".encode(), 0)
         yield
     finally:
         os.close(descriptor)

@@ -14,8 +14,8 @@ import fcntl
 import hashlib
 import json
 import os
+import platform
 import shutil
-import socket
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -110,7 +110,7 @@ def writing(directory: Path) -> Iterator[Writer]:
     :class:`TokenStoreError` for a full disk and the like.
     """
     partial: Path | None = None
-    ours = f".{directory.name}.{socket.gethostname()}."
+    ours = f".{directory.name}.{platform.node()}."
     try:
         directory.parent.mkdir(parents=True, exist_ok=True)
         _remove_orphans(directory.parent.glob(f"{ours}*/tokens.u32"))

@@ -6,7 +6,7 @@ import re
 import resource
 import shutil
 import signal
-import subprocess  # noqa: TID251 (the command under test is a process)
+import subprocess  # the command under test is a process
 import sys
 import time
 

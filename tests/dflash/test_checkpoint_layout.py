@@ -2,7 +2,7 @@ import json
 import os
 import pickle
 import struct
-import subprocess  # noqa: TID251
+import subprocess
 import sys
 import zipfile
 from collections.abc import Callable

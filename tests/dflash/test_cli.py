@@ -1,7 +1,7 @@
 """The command: streams, exit codes, one-line errors."""
 
 import json
-import subprocess  # noqa: TID251 (the command under test is a process)
+import subprocess  # the command under test is a process
 import sys
 
 import pytest

@@ -2,7 +2,7 @@
 
 import gc
 import json
-import subprocess  # noqa: TID251 (peak memory is that of a fresh process)
+import subprocess  # peak memory is that of a fresh process
 import sys
 from pathlib import Path
 

@@ -5,7 +5,7 @@ In an environment of its own (``make fla-env``), which shares torch and the rest
 
 import json
 import os
-import subprocess  # noqa: TID251 (another interpreter is under test)
+import subprocess  # another interpreter is under test
 import sys
 from pathlib import Path
 

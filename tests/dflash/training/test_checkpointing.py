@@ -3,7 +3,7 @@
 import errno
 import json
 import os
-import subprocess  # noqa: TID251  # mounts a file system that is soon full
+import subprocess  # mounts a file system that is soon full
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any

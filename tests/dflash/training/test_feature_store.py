@@ -3,7 +3,7 @@
 import errno
 import json
 import stat
-import subprocess  # noqa: TID251 (another process holds the lock)
+import subprocess  # another process holds the lock
 import sys
 from collections.abc import Sequence
 from pathlib import Path

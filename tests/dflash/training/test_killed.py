@@ -2,7 +2,7 @@
 
 import random
 import signal
-import subprocess  # noqa: TID251  # processes are killed
+import subprocess  # processes are killed
 import sys
 import time
 from pathlib import Path
