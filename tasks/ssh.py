@@ -103,18 +103,54 @@ class Connector:
         return self._spawn(self._route(host), None, [shlex.join(argv)], stdin, stdout, stderr)
 
     def start_gate(
-        self, approval: Approval, host: Host, *, stdin: Stream, stdout: Stream, stderr: Stream
+        self,
+        approval: Approval,
+        host: Host,
+        *,
+        stdin: Stream,
+        stdout: Stream,
+        stderr: Stream,
+        options: Sequence[str] = (),
     ) -> Popen[bytes]:
         """An OpenSSH process that speaks to the gate of ``host`` with the certificate of ``approval``.
 
-        Which program runs there its sshd decides (ForceCommand), so no command is sent. Otherwise as :meth:`start`.
+        Which program runs there its sshd decides (ForceCommand), so no command is sent. ``options`` of ssh ask for more
+        than that, which the host has to refuse (the guard's doctor looks whether it does). Otherwise as :meth:`start`.
 
         :raises Refused: the approval is for another host.
         """
         if approval.host != host.name:
             raise Refused(f"approval {approval.id} is for {approval.host}, not for {host.name}; ask for one of its own")
         login = (approval.key_path, approval.certificate_path)
-        return self._spawn(self._route(host), login, [], stdin, stdout, stderr)
+        return self._spawn(self._route(host), login, [], stdin, stdout, stderr, options)
+
+    def offer(self, host: Host, keys: Sequence[Path], options: Sequence[str] = (), *, seconds: float = 30.0) -> str:
+        """Ask the sshd of ``host``, protected or not, whether it would take ``keys``, and return what ``ssh -v`` said.
+
+        ``keys`` are files that hold public keys or certificates and nothing else, so that no signature can be made and
+        nobody is let in whatever the answer is; a session is not even asked for.
+
+        :raises ConnectionFailed: one of ``keys`` is not a public key.
+        """
+        # not -v: that would have the machines on the way talk too
+        asked = ["-N", "-o", "LogLevel=DEBUG1", *options]
+        plain = None
+        for key in keys:
+            if key.suffix != ".pub" or "PRIVATE KEY" in key.read_text("ascii", "replace"):
+                raise ConnectionFailed(f"{key} is not the file of a public key; only such are offered")
+            certified = key.stem.endswith("-cert")
+            plain = plain if certified else plain or key
+            asked += ["-o", f"{'CertificateFile' if certified else 'IdentityFile'}={key}"]
+        way = self._route(host)
+        # the key of the operator's own that leads there stays out of it
+        alone = Route(way.host, way.hostname, plain, way.jump)
+        child = self._spawn(alone, None, [], subprocess.DEVNULL, subprocess.DEVNULL, subprocess.PIPE, asked)
+        try:
+            return child.communicate(timeout=seconds)[1].decode("utf-8", "replace")
+        except subprocess.TimeoutExpired:
+            # let in without any key: it waits for work that never comes
+            child.kill()
+            return child.communicate()[1].decode("utf-8", "replace")
 
     def failure(self, host: Host, stderr: str) -> DFlashError:
         """What exit status 255 of an ssh process with this ``stderr`` means.
@@ -203,6 +239,7 @@ class Connector:
         stdin: Stream,
         stdout: Stream,
         stderr: Stream,
+        options: Sequence[str] = (),
     ) -> Popen[bytes]:
         folder = Path(tempfile.mkdtemp(dir=self._folder.name))
         known_hosts, configuration = folder / "known_hosts", folder / "config"
@@ -212,7 +249,7 @@ class Connector:
         # setpriv, not preexec_fn: Python between fork and exec can deadlock in a process with threads
         argv = [_program("setpriv"), "--pdeathsig", "TERM", _program("ssh"), "-F", str(configuration), "-T"]
         return Popen(
-            [*argv, "--", way.name, *command],
+            [*argv, *options, "--", way.name, *command],
             stdin=stdin,
             stdout=stdout,
             stderr=stderr,
