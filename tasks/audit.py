@@ -65,6 +65,13 @@ class Audit:
         for line in _lines(self._content()):
             yield _entry(line, self.file)
 
+    def entries_of(self, serial: int) -> Iterator[dict[str, Any]]:
+        """The entries about the certificate with this serial, the oldest first."""
+        wanted = f'"serial":{serial}'.encode()
+        for line in _lines(self._content()):
+            if wanted in line and (entry := _entry(line, self.file)).get("serial") == serial:
+                yield entry
+
     def verify(self, heads: Iterable[str] = ()) -> list[str]:
         """What is wrong with the log, one sentence each; ``heads`` are those signed into approvals."""
         problems: list[str] = []

@@ -88,6 +88,8 @@ Word = Annotated[str, AfterValidator(_word)]
 Address = Annotated[str, AfterValidator(_host_address)]
 Network = Annotated[str, AfterValidator(_network)]
 PublicKey = Annotated[str, AfterValidator(public_keys.normalise)]
+SigningKey = Annotated[str, AfterValidator(public_keys.normalise_signing)]
+Enforcement = Literal["host", "authorized-keys", "client"]
 RemotePath = Annotated[str, AfterValidator(normalise_path)]
 LocalPath = Annotated[Path, AfterValidator(_local_path)]
 Rate = Annotated[int, BeforeValidator(_rate)]
@@ -103,12 +105,14 @@ class Section(BaseModel):
 class Guard(Section):
     """Who may approve."""
 
-    ca_public_key: PublicKey
+    ca_public_key: SigningKey
     ca_key: LocalPath | None = None
     """The operator's private key; named only on the machine where approvals are given."""
     lab: bool = False
     """The CA was made by the local lab, which signs unattended."""
-    two_person: Literal[False] = False
+    two_person: bool = False
+    """Every approval also needs the signature of one of :attr:`second_persons`."""
+    second_persons: dict[HostName, SigningKey] = {}
 
 
 class Alias(Section):
@@ -151,7 +155,12 @@ class Host(Section):
     host_keys: tuple[PublicKey, ...] = ()
     source_addresses: tuple[Network, ...] = ()
     """This machine as the host sees it; an approval is valid from there only."""
-    enforcement: Literal["host"] = "host"
+    enforcement: Enforcement = "host"
+    """Who refuses what is not approved: the host's sshd, its authorized_keys, or only this program."""
+    gate_state: RemotePath = "/var/lib/dflash-gate"
+    """Where the gate keeps budgets, spent serials and its log."""
+    job_user: Word | None = None
+    """Who commands run as, where the gate may change to them; none: as the login."""
     read_limit: Rate = 200_000_000
     """Bytes a second that are read there at most."""
     checkpoints: RemotePath | None = None
@@ -379,6 +388,7 @@ def _conflicts(inventory: Inventory) -> Iterator[tuple[KeyPath, str]]:
     yield from _name_conflicts(hosts)
     yield from _endpoint_conflicts(hosts)
     yield from _key_conflicts(hosts)
+    yield from _person_conflicts(inventory.guard)
     for host in hosts:
         if not host.host_keys:
             mend = "pin every line of its /etc/ssh/ssh_host_*_key.pub"
@@ -386,6 +396,17 @@ def _conflicts(inventory: Inventory) -> Iterator[tuple[KeyPath, str]]:
         if host.protected and not host.source_addresses:
             mend = "name the addresses of this machine as the host sees them"
             yield ("hosts", host.name, "source_addresses"), f"missing; approvals are bound to them: {mend}"
+
+
+def _person_conflicts(guard: Guard) -> Iterator[tuple[KeyPath, str]]:
+    if guard.two_person and not guard.second_persons:
+        mend = "name who may be the second, with a public key each"
+        yield ("guard", "second_persons"), f"missing, and two_person asks for a second person: {mend}"
+    taken = {guard.ca_public_key: "the operator's CA key"}
+    for name, key in guard.second_persons.items():
+        if key in taken:
+            yield ("guard", "second_persons", name), f"this is {taken[key]} already; two persons have two keys"
+        taken[key] = f"the key of {name}"
 
 
 def _name_conflicts(hosts: list[Host]) -> Iterator[tuple[KeyPath, str]]:

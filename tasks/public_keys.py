@@ -4,9 +4,12 @@ import base64
 import binascii
 import hashlib
 import struct
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+SECURITY_KEY_TYPES = ("sk-ssh-ed25519@openssh.com", "sk-ecdsa-sha2-nistp256@openssh.com")
+"""Keys in a FIDO token, which asks for a touch before it signs."""
 HOST_KEY_TYPES = ("ssh-ed25519", "ecdsa-sha2-nistp256", "ecdsa-sha2-nistp384", "ecdsa-sha2-nistp521", "ssh-rsa")
 CURVES = {"nistp256": 32, "nistp384": 48, "nistp521": 66}
 SMALLEST_RSA = 2048
@@ -18,11 +21,18 @@ class PublicKeyError(ValueError):
 
 def normalise(line: str) -> str:
     """``"type base64 comment"`` → ``"type base64"``; raises :class:`PublicKeyError` unless the key is whole."""
+    return _normalise(line, HOST_KEY_TYPES)
+
+
+def normalise_signing(line: str) -> str:
+    """As :func:`normalise`, for the key of a person, which may be in a FIDO token."""
+    return _normalise(line, (*HOST_KEY_TYPES, *SECURITY_KEY_TYPES))
+
+
+def _normalise(line: str, kinds: Sequence[str]) -> str:
     words = line.split()
-    if len(words) < 2 or words[0] not in HOST_KEY_TYPES:
-        raise PublicKeyError(
-            f"not a public key: {_short(line)}; expected one of {', '.join(HOST_KEY_TYPES)} and base64"
-        )
+    if len(words) < 2 or words[0] not in kinds:
+        raise PublicKeyError(f"not a public key: {_short(line)}; expected one of {', '.join(kinds)} and base64")
     try:
         content = base64.b64decode(words[1], validate=True)
         fields = _fields(content)
@@ -91,6 +101,10 @@ def _take(content: bytes) -> tuple[bytes, bytes]:
 
 
 def _sound(kind: str, fields: list[bytes]) -> bool:
+    if kind in SECURITY_KEY_TYPES:
+        # the key in the token, then the application it was made for
+        plain = kind.removeprefix("sk-").removesuffix("@openssh.com")
+        return bool(fields and fields[-1].startswith(b"ssh:")) and _sound(plain, fields[:-1])
     if kind == "ssh-ed25519":
         return [len(field) for field in fields] == [32]
     if kind == "ssh-rsa":

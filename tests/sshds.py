@@ -151,9 +151,9 @@ class Operator:
         return ReadGrant(**(fields | changes))
 
     def approve(self, *, seconds: int = 600, **changes: Any) -> Approval:
-        """An approval as the operator gives it."""
+        """An approval of reading, as the operator gives it."""
         request = self.store.request(Plan(grant=self.grant(**changes), effect="a test reads"))
-        return self.store.approve(request.id, reason="test", ca_key=self.site.ca_key, seconds=seconds)
+        return self.store.approve(request.id, reason="test", ca_key=self.site.ca_key, seconds=seconds).read
 
     def forge(self, approval: Approval, *options: str, principal: str = "dflash-gate") -> Approval:
         """The same key with another certificate of the operator's CA, signed with ``options`` of ssh-keygen."""

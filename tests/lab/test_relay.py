@@ -61,7 +61,7 @@ class Desk:
         max_bytes: int = FILE_BYTES,
     ) -> RelayResult:
         plan = plan_relay([source], "a test reads it", max_bytes=max_bytes)
-        approval = None if plan is None else self.store.require(plan)
+        approval = None if plan is None else self.store.require(plan).read
         return relay(self.connector, approval, source, destination, progress=progress)
 
 
@@ -169,7 +169,7 @@ def test_checkpoint_brings_the_config_beside_it(desk: Desk, with_config: bool) -
     plan = plan_relay([way.source], "a test reads it", with_config=True)
     assert plan is not None
     desk.approve(way.source, with_config=True)
-    result = relay_checkpoint(desk.connector, desk.store.require(plan), way.source, way.destination)
+    result = relay_checkpoint(desk.connector, desk.store.require(plan).read, way.source, way.destination)
     assert result.sha256 == hashlib.sha256(b"weights").hexdigest()
     assert way.arrived() == (["config.json", "step_7.pt"] if with_config else ["step_7.pt"])
 
@@ -179,7 +179,8 @@ def test_plan_of_several_files_covers_each_of_them(desk: Desk) -> None:
     together = plan_relay(files, "all", with_config=True)
     alone = [plan_relay([file], "one", with_config=True) for file in files]
     assert together is not None
-    assert all(plan is not None and together.grant.covers(plan.grant) for plan in alone)
+    assert together.grant is not None
+    assert all(plan is not None and plan.grant is not None and together.grant.covers(plan.grant) for plan in alone)
     assert len(together.grant.paths) == 6
 
 

@@ -7,9 +7,10 @@ from pathlib import Path
 import pytest
 
 from tasks import certificates
-from tasks.approvals import ApprovalStore, Request
+from tasks.approvals import ApprovalStore
 from tasks.errors import Refused
 from tasks.plans import Plan
+from tasks.requests import Request
 from tests.guard_state import CHECKPOINT, GuardState, make_key
 
 TREE = "/workspace/dflash/checkpoints"
@@ -55,7 +56,7 @@ def test_without_an_approval_the_refusal_names_request_and_command(guard: GuardS
 
 def test_what_was_approved_is_what_is_found(guard: GuardState, store: ApprovalStore) -> None:
     request = approve(guard, guard.plan())
-    approval = store.require(guard.plan())
+    approval = store.require(guard.plan()).read
     assert (approval.id, approval.digest, approval.host) == (request.id, guard.plan().digest(), "kpro6")
     assert approval.grant == guard.plan().grant
     assert 590 <= approval.not_after - time.time() <= 601
@@ -67,7 +68,9 @@ def test_what_was_approved_is_what_is_found(guard: GuardState, store: ApprovalSt
 
 
 def test_serials_are_63_bit_and_differ(guard: GuardState, store: ApprovalStore) -> None:
-    serials = {store.require(guard.plan(f"/p{n}")).serial for n in range(4) if approve(guard, guard.plan(f"/p{n}"))}
+    serials = {
+        store.require(guard.plan(f"/p{n}")).read.serial for n in range(4) if approve(guard, guard.plan(f"/p{n}"))
+    }
     assert len(serials) == 4
     assert all(0 < serial < 2**63 for serial in serials)
     assert max(serials) > 2**48
@@ -86,7 +89,7 @@ def test_an_approval_covers_what_lies_within_it_and_nothing_wider(guard: GuardSt
     approve(guard, guard.plan(None, root=TREE))
     assert store.find(guard.plan(None, root=TREE)) is not None
     assert store.find(guard.plan()) is not None
-    assert store.find(guard.plan(size=guard.plan().grant.bytes + 1)) is None
+    assert store.find(guard.plan(size=1001)) is None
     assert store.find(guard.plan(None, root="/")) is None
 
 
@@ -190,7 +193,7 @@ def test_a_long_validity_is_for_standing_approvals(guard: GuardState, store: App
 
 def test_a_standing_approval_covers_its_tree_until_it_is_dropped(guard: GuardState, store: ApprovalStore) -> None:
     request = watch(guard, guard.plan(None, root=TREE, size=10_000))
-    approval = store.require(guard.plan())
+    approval = store.require(guard.plan()).read
     assert (approval.id, approval.standing, approval.grant.root) == (request.id, True, TREE)
     assert approval.digest != guard.plan().digest()
     assert [live.id for live in store.standing()] == [request.id]
@@ -213,7 +216,7 @@ def test_an_approval_of_exactly_this_goes_before_a_standing_one(guard: GuardStat
 
 def test_a_retired_approval_is_asked_for_again(guard: GuardState, store: ApprovalStore) -> None:
     request = approve(guard, guard.plan())
-    approval = store.require(guard.plan())
+    approval = store.require(guard.plan()).read
     store.retire(request.id, "its budget of sessions is empty")
     assert not approval.key_path.exists()
     with pytest.raises(Refused) as caught:
@@ -257,14 +260,14 @@ def test_a_forged_record_without_a_certificate_approves_nothing(guard: GuardStat
     (store.folder / "requests" / f"{wanted.id}.json").write_text(forged.model_dump_json())
     assert store.find(guard.plan()) is None
     keys = store.folder / "keys"
-    (keys / f"{wanted.id}-cert.pub").write_bytes((keys / f"{mine.id}-cert.pub").read_bytes())
+    (keys / f"{wanted.id}-0-cert.pub").write_bytes((keys / f"{mine.id}-0-cert.pub").read_bytes())
     assert store.find(guard.plan()) is None
     with pytest.raises(Refused) as caught:
         store.require(guard.plan())
     assert caught.value.request_id not in (mine.id, wanted.id)
 
 
-@pytest.mark.parametrize("lost", ["{}", "{}-cert.pub"])
+@pytest.mark.parametrize("lost", ["{}-0", "{}-0-cert.pub"])
 def test_a_lost_key_or_certificate_approves_nothing(guard: GuardState, store: ApprovalStore, lost: str) -> None:
     request = approve(guard, guard.plan())
     (store.folder / "keys" / lost.format(request.id)).unlink()
@@ -346,7 +349,7 @@ def test_two_operators_at_once_make_one_approval(guard: GuardState, store: Appro
 
     def decide() -> None:
         try:
-            outcomes.append(guard.store.approve(request.id, reason="a test", ca_key=guard.ca_key).serial)
+            outcomes.append(guard.store.approve(request.id, reason="a test", ca_key=guard.ca_key).read.serial)
         except Refused as error:
             outcomes.append(error)
 
@@ -357,4 +360,4 @@ def test_two_operators_at_once_make_one_approval(guard: GuardState, store: Appro
         thread.join()
     serials = [outcome for outcome in outcomes if isinstance(outcome, int)]
     assert len(serials) == 1
-    assert store.require(guard.plan()).serial == serials[0]
+    assert store.require(guard.plan()).read.serial == serials[0]

@@ -60,7 +60,7 @@ ERRORS = [
     ("  ct129:", "  ct 129:", "hosts.ct 129", "host name"),
     ("    user: root", "    user: root\n    name: other", "hosts.ct129.name", "the key it stands under"),
     ("role: training", "role: spare", "hosts.kpro6.role", "'training' or 'inference'"),
-    ("enforcement: host", "enforcement: client", "hosts.kpro6.enforcement", "'host'"),
+    ("enforcement: host", "enforcement: none", "hosts.kpro6.enforcement", "'host', 'authorized-keys' or 'client'"),
     ("two_person: false", "two_person: true", "guard.two_person", "False"),
     ("port: 22", "port: 0", "hosts.kpro6.port", "greater than or equal to 1"),
     ("port: 22", "port: 65536", "hosts.kpro6.port", "less than or equal to 65535"),
