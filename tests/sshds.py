@@ -12,6 +12,7 @@ import shutil
 import socket
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -169,12 +170,18 @@ class Operator:
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Both sshds, for the whole run."""
+    with both_sshds(tmp_path_factory.mktemp("sshds")) as running:
+        yield running
+
+
+@contextmanager
+def both_sshds(folder: Path) -> Iterator[Site]:
+    """Both sshds, with all their files in ``folder``; the test is skipped where none is installed."""
     sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
     if sshd is None:
         pytest.skip("no sshd is installed")
     if os.geteuid() == 0:
         Path("/run/sshd").mkdir(mode=0o755, exist_ok=True)
-    folder = tmp_path_factory.mktemp("sshds")
     ca_key, login_key = folder / "ca", folder / "login"
     for key in (ca_key, login_key):
         process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(key)])
