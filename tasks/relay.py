@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from dflash.errors import DFlashError, UsageError
 from tasks.actions import MOST_PATHS, ReadGrant, escape, said
 from tasks.approvals import Approval
+from tasks.channel import EXIT_SSH_FAILED, RequestFailed
 from tasks.errors import Refused
-from tasks.gate import EXIT_SSH_FAILED, GateSession, RequestFailed, Stat, open_session
+from tasks.gate import GateSession, Stat, open_session
 from tasks.inventory import Host, Location
 from tasks.plans import Plan
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail

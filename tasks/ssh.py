@@ -9,6 +9,7 @@ import os
 import shlex
 import shutil
 import subprocess  # noqa: TID251 - ssh itself; everything else goes through tasks/process.py
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from dflash.errors import DFlashError
 from tasks.actions import said
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
+from tasks.client_enforcement import CLIENT_WARNING, check_certificate
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
 from tasks.inventory import load as load_inventory
@@ -40,6 +42,7 @@ from tasks.routes import (
     render_known_hosts,
     route,
 )
+from tasks.sent_gate import held_argv
 
 PIPE_BYTES = 1 << 20
 NETWORK_ERRORS = (paramiko.SSHException, OSError, EOFError)
@@ -58,12 +61,18 @@ class Connector:
 
     :meth:`start_gate`, which takes an approval, is the only way to a protected host: :meth:`connect` and :meth:`start`
     raise :class:`~tasks.errors.Refused` for one, also when it answers under the name of another host.
+
+    ``warn`` is told once for each host when only this program enforces what was approved there.
     """
 
-    def __init__(self, inventory: Inventory, store: ApprovalStore, audit: Audit) -> None:
+    def __init__(
+        self, inventory: Inventory, store: ApprovalStore, audit: Audit, warn: Callable[[str], None] | None = None
+    ) -> None:
         self.inventory = inventory
         self.store = store
         self.audit = audit
+        self.warn = warn or _warn_on_stderr
+        self._warned: set[str] = set()
         self._folder = tempfile.TemporaryDirectory(prefix="dflash-ssh-")
 
     @classmethod
@@ -117,10 +126,17 @@ class Connector:
         Which program runs there its sshd decides (ForceCommand), so no command is sent. ``options`` of ssh ask for more
         than that, which the host has to refuse (the guard's doctor looks whether it does). Otherwise as :meth:`start`.
 
-        :raises Refused: the approval is for another host.
+        With ``enforcement: client`` the certificate is verified here, and the gate program is sent along and held to
+        what it says; the login is the ordinary one.
+
+        :raises Refused: the approval is for another host, or its certificate is not in force.
         """
         if approval.host != host.name:
             raise Refused(f"approval {approval.id} is for {approval.host}, not for {host.name}; ask for one of its own")
+        if host.enforcement == "client":
+            command = shlex.join(held_argv(check_certificate(self.inventory, approval, host), host))
+            self._warn_of_client_enforcement(host)
+            return self._spawn(self._route(host), None, [command], stdin, stdout, stderr, options)
         login = (approval.key_path, approval.certificate_path)
         return self._spawn(self._route(host), login, [], stdin, stdout, stderr, options)
 
@@ -162,6 +178,11 @@ class Connector:
         return ConnectionFailed(
             f"{host.name} ({host.address} port {host.port}): {said(last_line(stderr)) or 'ssh ended without a word'}"
         )
+
+    def _warn_of_client_enforcement(self, host: Host) -> None:
+        if host.name not in self._warned:
+            self._warned.add(host.name)
+            self.warn(CLIENT_WARNING.format(host=host.name))
 
     def _refuse_protected(self, host: Host) -> None:
         if host.protected:
@@ -257,6 +278,10 @@ class Connector:
             start_new_session=True,
             pipesize=PIPE_BYTES,
         )
+
+
+def _warn_on_stderr(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 def check_host_key(inventory: Inventory, host: Host, key: paramiko.PKey) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tasks import gate, public_keys
+from tasks import channel, public_keys, sent_gate
 from tasks.approvals import Approval
+from tasks.channel import GateError
 from tasks.errors import Refused
-from tasks.gate import GateError, GateSession, open_session
+from tasks.gate import GateSession, open_session
 from tasks.ssh import ConnectionFailed, HostKeyError
 from tests.sshds import Operator, Site
 
@@ -186,8 +187,8 @@ def test_another_server_in_place_of_the_protected_host_gets_no_certificate(
     site: Site, tmp_path: Path, step: Path
 ) -> None:
     changes = {"address": "127.124588", "port": site.ordinary.port}
-    operator = site.operator(tmp_path / "other", train=changes, infer={"port": site.ordinary.second_port})
     approval = site.operator(tmp_path / "operator").approve(path=str(step))
+    operator = site.operator(tmp_path / "operator", train=changes, infer={"port": site.ordinary.second_port})
     before = len(site.ordinary.logged())
     with pytest.raises(HostKeyError, match=r"train .* showed the host key ssh-ed25519 SHA256:") as error:
         open_session(operator.connector, operator.train, approval)
@@ -196,8 +197,8 @@ def test_another_server_in_place_of_the_protected_host_gets_no_certificate(
 
 
 def test_a_host_that_is_down_is_no_refusal(site: Site, tmp_path: Path, step: Path) -> None:
-    operator = site.operator(tmp_path / "other", train={"port": 1})
     approval = site.operator(tmp_path / "operator").approve(path=str(step))
+    operator = site.operator(tmp_path / "operator", train={"port": 1})
     with pytest.raises(ConnectionFailed, match=r"train \(127\.1\.2\.6 port 1\): .*refused"):
         open_session(operator.connector, operator.train, approval)
     assert operator.events("end")[-1]["outcome"].startswith("ConnectionFailed")
@@ -275,9 +276,9 @@ def test_a_third_session_is_refused_and_the_approval_stays(operator: Operator, s
 
 
 def test_a_gate_that_falls_silent_is_given_up(operator: Operator, step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gate, "START_ORDINARY", "import time; print('{\"ok\": true}', flush=True); time.sleep(60)")
+    monkeypatch.setattr(sent_gate, "READ", "import time; print('{\"ok\": true}', flush=True); time.sleep(60)")
     session = open_session(operator.connector, operator.infer, None)
-    monkeypatch.setattr(gate, "REPLY_SECONDS", 0.5)
+    monkeypatch.setattr(channel, "REPLY_SECONDS", 0.5)
     with pytest.raises(GateError, match="did not answer"), session:
         session.stat(str(step))
 
@@ -295,7 +296,7 @@ def test_a_gate_that_falls_silent_is_given_up(operator: Operator, step: Path, mo
 def test_what_is_no_gate_is_an_error_of_one_line(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
-    monkeypatch.setattr(gate, "START_ORDINARY", program)
+    monkeypatch.setattr(sent_gate, "READ", program)
     with pytest.raises(GateError, match=message) as error:
         open_session(operator.connector, operator.infer, None)
     assert "\n" not in str(error.value)
@@ -310,7 +311,7 @@ def _answering(operator: Operator, monkeypatch: pytest.MonkeyPatch, answer: str)
     program = (
         f"import time\nprint('{{\"ok\": true}}', flush=True)\ninput()\nprint({answer}, flush=True)\ntime.sleep(60)"
     )
-    monkeypatch.setattr(gate, "START_ORDINARY", program)
+    monkeypatch.setattr(sent_gate, "READ", program)
     return open_session(operator.connector, operator.infer, None)
 
 
