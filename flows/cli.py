@@ -2,7 +2,7 @@
 
 import typer
 
-from flows import cli_guard, cli_hosts, cli_lab
+from flows import cli_audit, cli_guard, cli_hosts, cli_lab
 from flows.cli_evaluate import evaluate
 from flows.cli_relay import relay
 from flows.demo import demo
@@ -18,4 +18,4 @@ app.add_typer(cli_hosts.hosts_app, name="hosts")
 app.command()(relay)
 app.command()(evaluate)
 app.add_typer(cli_guard.app, name="guard")
-app.add_typer(cli_guard.audit_app, name="audit")
+app.add_typer(cli_audit.app, name="audit")

@@ -31,7 +31,7 @@ def relay(
     if plan:
         show_plan(connector.store, needed, f"{start} to {end}", as_json=as_json)
         return
-    approval = None if needed is None else connector.store.require(needed)
+    approval = None if needed is None else connector.store.require(needed).read
     with shown_progress(str(start)) as progress:
         result = relay_file(connector, approval, start, end, progress=progress)
     if as_json:

@@ -14,8 +14,11 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash.render import to_markdown
 from dflash.report import Report
+from flows.awaiting import awaiting_approval, forget_agent, require
 from flows.terminal import shown_progress
 from tasks import evaluation
+from tasks.approvals import Approved
+from tasks.errors import Refused
 from tasks.evaluation import Suite, Workspace
 from tasks.inventory import Host, Location
 from tasks.relay import RelayResult, relay_checkpoint
@@ -34,11 +37,18 @@ class Evaluation:
 def evaluate_checkpoint(source: str, on: str, suite: Suite, reports: Path, hosts: Path | None = None) -> Evaluation:
     """Evaluate the checkpoint ``source`` (HOST:/path) on the inference host ``on``; the report lands below ``reports``.
 
-    Raises ``Refused`` when the source is protected and reading it is not approved; nothing has happened then.
+    Raises ``Refused`` when the source is protected and reading it is not approved; the run is then in the state
+    ``AwaitingApproval`` and nothing has happened.
     """
+    forget_agent()
     connector = Connector.load(hosts)
     location, host = connector.inventory.location(source), connector.inventory.host(on)
-    relayed = relay_step(connector, location, host)
+    plan = evaluation.plan_evaluation([location], host)
+    try:
+        approved = require(connector.store, plan)
+        relayed = relay_step(connector, approved, location, host)
+    except Refused as refusal:
+        return awaiting_approval(connector.store, plan, refusal)  # type: ignore[no-any-return]  # Prefect resolves it
     workspace = evaluate_step(connector, host, relayed, suite)
     report = fetch_step(connector, host, workspace, relayed, reports / workspace.path.name)
     publish(report, location)
@@ -46,11 +56,10 @@ def evaluate_checkpoint(source: str, on: str, suite: Suite, reports: Path, hosts
 
 
 @task(name="relay", task_run_name="relay {source}", cache_policy=NO_CACHE)
-def relay_step(connector: Connector, source: Location, host: Host) -> RelayResult:
+def relay_step(connector: Connector, approved: Approved | None, source: Location, host: Host) -> RelayResult:
     """Stream the checkpoint, and the config.json beside it, into the host's cache."""
-    plan = evaluation.plan_evaluation([source], host)
-    approval = None if plan is None else connector.store.require(plan)
     destination = evaluation.checkpoint_place(host, source)
+    approval = None if approved is None else approved.read
     with shown_progress(str(source)) as progress:
         return relay_checkpoint(connector, approval, source, destination, progress=progress)
 

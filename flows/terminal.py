@@ -14,9 +14,11 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
-from tasks.actions import escape
+from tasks import inventory
+from tasks.actions import Action, Command, Launch, Put, ReadGrant, Revoke, Signal, Upload, escape
 from tasks.approvals import ApprovalStore
-from tasks.audit import show_time
+from tasks.audit import Audit, show_time
+from tasks.inventory import Inventory
 from tasks.plans import Plan
 from tasks.quantities import show_duration, show_rate, show_size
 from tasks.transfer import Progress as Report
@@ -32,9 +34,9 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; touch nothing.")]
 
 
-def console() -> Console:
+def console(*, stderr: bool = False) -> Console:
     """A console for tables: 80 columns at most, numbers not coloured."""
-    terminal = Console(highlight=False)
+    terminal = Console(highlight=False, stderr=stderr)
     terminal.width = min(terminal.width, 80)
     return terminal
 
@@ -47,20 +49,61 @@ def listing(*columns: str, folded: str) -> Table:
     return table
 
 
+def open_store(hosts: Path | None) -> tuple[Inventory, ApprovalStore]:
+    """The inventory of ``hosts`` (a hosts.yaml, see :func:`tasks.inventory.load`) and this machine's approvals."""
+    known = inventory.load(hosts)
+    return known, ApprovalStore(known, Audit())
+
+
 def show_plan(store: ApprovalStore, plan: Plan | None, way: str, *, as_json: bool) -> None:
     """Print what ``plan`` asks for and whether it is approved; None needs no approval."""
-    approval = None if plan is None else store.find(plan)
+    approved = None if plan is None else store.find(plan)
     if as_json:
-        grant = None if plan is None else plan.grant.model_dump(mode="json")
-        typer.echo(json.dumps({"grant": grant, "approval": None if approval is None else approval.id}))
+        actions = [] if plan is None else [action.model_dump(mode="json") for action in plan.actions]
+        digest = None if plan is None else plan.digest()
+        approval = None if approved is None else approved.id
+        typer.echo(json.dumps({"actions": actions, "digest": digest, "approval": approval}))
     elif plan is None:
-        typer.echo(f"{escape(way)}: neither host is protected, so nothing needs an approval")
+        typer.echo(f"{escape(way)}: no protected host is in it, so nothing needs an approval")
     else:
         plan.render(console())
-        if approval is None:
+        if approved is None:
             typer.echo("not approved: it would be refused and leave a request")
         else:
-            typer.echo(f"approved: {approval.id}, until {show_time(approval.not_after)}")
+            typer.echo(f"approved: {approved.id}, until {show_time(approved.not_after)}")
+
+
+def place(action: Action) -> str:
+    """What ``action`` is about, HOST:/path or HOST: and the command, a line each, escaped."""
+    match action:
+        case ReadGrant():
+            found = action.paths or ((action.root or "").rstrip("/") + "/**",)
+        case Command():
+            found = (" ".join(action.argv),)
+        case Put() | Upload():
+            found = (action.path,)
+        case Signal():
+            found = (f"{action.jobs}/{action.job}",)
+        case Revoke():
+            found = (f"serial {action.serial}",)
+        case _:
+            raise AssertionError(action)
+    return "\n".join(escape(f"{action.host}:{one}") for one in found)
+
+
+def may(action: Action) -> str:
+    """The verbs of ``action``, a line each; of a grant its bytes too."""
+    match action:
+        case ReadGrant():
+            return "\n".join((*action.verbs, show_size(action.bytes)))
+        case Launch():
+            return f"launch\n{action.job}"
+        case Signal():
+            return f"signal\n{action.signal}"
+        case Put() | Upload():
+            return f"{action.kind}\n{show_size(action.size if isinstance(action, Put) else action.bytes)}"
+        case _:
+            return str(getattr(action, "kind", ""))
 
 
 @contextmanager

@@ -11,14 +11,14 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
-from flows import cli_guard, cli_hosts
+from flows import cli_audit, cli_guard, cli_hosts
 from tasks import process
 from tasks.errors import Refused
 from tests.guard_state import CHECKPOINT, PASSPHRASE, GuardState
 
 COMMANDS = typer.Typer()
 COMMANDS.add_typer(cli_guard.app, name="guard")
-COMMANDS.add_typer(cli_guard.audit_app, name="audit")
+COMMANDS.add_typer(cli_audit.app, name="audit")
 COMMANDS.add_typer(cli_hosts.hosts_app, name="hosts")
 TREE = "/workspace/dflash/checkpoints"
 
@@ -161,7 +161,7 @@ def test_audit_show_and_verify(guard: GuardState) -> None:
     assert "2 entries hold together" in done("audit", "verify")
     guard.audit.file.write_text(guard.audit.file.read_text().splitlines()[0] + "\n")
     result = run("audit", "verify")
-    assert isinstance(result.exception, cli_guard.AuditBrokenError)
+    assert isinstance(result.exception, cli_audit.AuditBrokenError)
     assert result.exception.exit_code == 1
     assert "cut or rewritten" in str(result.exception)
 
