@@ -76,7 +76,7 @@ def open_channel(
         if action is not None:
             channel.send(action.canonical())
         if approval is not None and approval.second_signature is not None and host.enforcement != "client":
-            channel.send(_second_line(approval.second_person, approval.second_signature))
+            channel.send(second_line(approval.second_person, approval.second_signature))
         channel.reply()
     return channel
 
@@ -90,7 +90,8 @@ def _check_it_is_for(approval: Approval, host: Host, action: Action | None) -> N
         raise Refused(f"hosts.yaml now pins other keys for {host.name} than approval {approval.id} names; ask again")
 
 
-def _second_line(name: str | None, signature: Path) -> bytes:
+def second_line(name: str | None, signature: Path) -> bytes:
+    """What the gate gets behind the action where two persons approve."""
     try:
         return json.dumps({"second": name, "signature": signature.read_text("ascii")}).encode("ascii")
     except (OSError, UnicodeDecodeError):
