@@ -188,7 +188,7 @@ SAFETENSORS = {
     "broken numbers": (lambda whole: header(shape=[1.0]), "header is malformed"),
     "broken offsets": (lambda whole: header(data_offsets=[0.0, 4.0]), "header is malformed"),
     "negative shape": (lambda whole: header(shape=[-1, -1]), "header is malformed"),
-    "unknown dtype": (lambda whole: header(dtype="F8_E4M3"), "tensor fc.weight is F8_E4M3, expected one of F64"),
+    "unknown dtype": (lambda whole: header(dtype="F4"), "tensor fc.weight is F4, expected one of F64"),
     "directory": (None, "cannot be read (Is a directory)"),
 }
 
