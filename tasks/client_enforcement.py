@@ -66,18 +66,24 @@ class LocalBudget:
     def __init__(self, store: ApprovalStore, approval: Approval) -> None:
         self._store, self._approval = store, approval
         self._folder = store.folder / "client" / approval.host
+        self._seen: dict[str, tuple[int, ...]] = {}
         self._slot = _take_slot(self._folder, approval.host)
 
     def debit(self, count: int) -> None:
         """Take ``count`` bytes, before they are asked for; raises ``Refused`` when fewer are left."""
         self._store.debit(self._approval, count)
 
-    def check_same(self, path: str, identity: Sequence[int]) -> None:
-        """Refuse a file that is not what an earlier session of this grant found under ``path``.
+    def check_same(self, path: str, identity: Sequence[int], *, renew: bool) -> None:
+        """Refuse a file that is not what was first found under ``path``, over all sessions of this grant.
 
-        Below a ``root`` files come and grow while they are watched; there only a session pins them.
+        Below a ``root`` files come and grow while they are watched: there each stat of the caller (``renew``) says anew
+        what the file has to stay, for as long as the session lasts.
         """
         if self._approval.grant.root is not None:
+            if renew or path not in self._seen:
+                self._seen[path] = tuple(identity)
+            if self._seen[path] != tuple(identity):
+                raise Refused(f"'{escape(path)}' changed while read: it is not the file that was first seen")
             return
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         file = self._folder / f"{self._approval.serial}-{name}"

@@ -105,10 +105,7 @@ class GateSession:
 
     def stat(self, path: str) -> Stat:
         with self._until_it_breaks():
-            found = self._ask(Stat, verb="stat", path=path)
-            if self._budget is not None and found.kind == "file":
-                self._budget.check_same(path, (found.device, found.inode, found.size, found.mtime_ns))
-            return found
+            return self._stat(path, renew=True)
 
     def list(self, path: str) -> tuple[Entry, ...]:
         """The entries of a directory, by name."""
@@ -186,10 +183,16 @@ class GateSession:
     def _send(self, **request: Any) -> None:
         self._channel.send(json.dumps(request, separators=(",", ":")).encode("ascii"))
 
+    def _stat(self, path: str, *, renew: bool) -> Stat:
+        found = self._ask(Stat, verb="stat", path=path)
+        if self._budget is not None and found.kind == "file":
+            self._budget.check_same(path, (found.device, found.inode, found.size, found.mtime_ns), renew=renew)
+        return found
+
     def _debit(self, path: str, length: int | None = None) -> None:
         """Have ``length`` bytes, by default the whole file, taken from a budget that is kept here."""
         if self._budget is not None:
-            size = self.stat(path).size
+            size = self._stat(path, renew=False).size
             self._budget.debit(size if length is None else length)
 
     def _release(self) -> None:

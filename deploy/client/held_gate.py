@@ -25,10 +25,20 @@ def serve_held(held_to):
     try:
         be_polite()
         held = json.loads(held_to)
-        check_source(held["sources"], os.environ.get("SSH_CONNECTION", "").partition(" ")[0])
+        check_comes_from(held["sources"], os.environ.get("SSH_CONNECTION", "").partition(" ")[0])
         end_at(held["valid_before"])
         certificate = Certificate(held["serial"], held["key_id"], held["valid_before"], held["digest"])
         grant = parse_grant(next_line() or b"", held["digest"], set(held["host_keys"]))
         return serve(GrantAccess(Memory(held["read_limit"]), grant, certificate))
     except Refusal as refusal:
         return refuse(refusal, STDOUT)
+
+
+def check_comes_from(sources, client):
+    try:
+        address = ipaddress.ip_address(client)
+        if any(address in ipaddress.ip_network(source) for source in sources.split(",")):
+            return
+    except ValueError:
+        pass
+    raise Refusal(f"the approval is for {sources}, and this login is from {client!r}")
