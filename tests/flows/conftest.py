@@ -1,0 +1,155 @@
+"""Two sshds, a guard over them and a Prefect server, for the tests of commands and flows.
+
+They are this folder's own: those of tests/sshds.py live in whichever network the lab has brought the run into.
+"""
+
+import getpass
+import inspect
+import json
+import os
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import process, public_keys
+from tasks.ssh import Connector
+from tests.sshds import Site, both_sshds
+
+EVALUATOR = """#!/bin/sh
+echo 'no model is here' >&2
+exit 1
+"""
+
+
+@dataclass(frozen=True)
+class Operator:
+    """The operator's files and the two hosts: ``kpro6`` behind the gate, ``ct129`` an ordinary login."""
+
+    site: Site
+    folder: Path
+    hosts_file: Path
+    checkpoint: Path
+    """On the protected host; both hosts share this machine's files."""
+
+    @property
+    def connector(self) -> Connector:
+        return Connector.load(self.hosts_file)
+
+    @property
+    def source(self) -> str:
+        return f"kpro6:{self.checkpoint}"
+
+    def connections(self) -> int:
+        """How often anything connected to the protected host."""
+        return self.site.protected.logged().count("Connection from")
+
+
+@pytest.fixture(scope="session")
+def own_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """Two sshds in the network that the run began in."""
+    with both_sshds(tmp_path_factory.mktemp("sshds-of-flows")) as running:
+        yield running
+
+
+@pytest.fixture
+def operator(own_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operator:
+    """An operator without any approval yet, with a checkpoint on the protected host."""
+    remote = tmp_path / "remote"
+    evaluator = remote / "environments" / "current" / "bin" / "dflash"
+    evaluator.parent.mkdir(parents=True)
+    evaluator.write_text(EVALUATOR)
+    evaluator.chmod(0o755)
+    checkpoint = remote / "checkpoints" / "step_100.pt"
+    checkpoint.parent.mkdir()
+    checkpoint.write_bytes(os.urandom(100_000))
+    hosts_file = tmp_path / "hosts.yaml"
+    hosts_file.write_text(json.dumps(_hosts(own_site, remote)))
+    state = tmp_path / "state"
+    monkeypatch.setenv("DFLASH_STATE", str(state))
+    monkeypatch.setenv("DFLASH_HOSTS", str(hosts_file))
+    return Operator(own_site, state, hosts_file, checkpoint)
+
+
+def _hosts(site: Site, remote: Path) -> dict[str, Any]:
+    ca = public_keys.normalise(site.ca_key.with_suffix(".pub").read_text())
+    protected = {
+        "role": "training",
+        "address": site.protected.address,
+        "port": site.protected.port,
+        "user": getpass.getuser(),
+        "host_keys": list(site.protected.host_keys),
+        "source_addresses": ["127.0.0.0/8"],
+        "gate_state": str(site.gate_state),
+        "jobs": str(remote / "jobs"),
+    }
+    folders = {name: str(remote / name) for name in ("environments", "jobs", "cache", "target")}
+    guard = {"ca_public_key": ca, "ca_key": str(site.ca_key), "lab": True}
+    return {"version": 1, "guard": guard, "hosts": {"kpro6": protected, "ct129": site.ordinary_entry(**folders)}}
+
+
+@pytest.fixture(scope="session")
+def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a real Prefect server's API, to which this process is set too."""
+    home = tmp_path_factory.mktemp("prefect")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PREFECT_HOME", str(home))
+        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
+        patch.setenv("DO_NOT_TRACK", "1")
+        patch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
+        from prefect.settings import PREFECT_API_URL, temporary_settings
+        from prefect.testing.utilities import _find_available_port
+
+        port = _find_available_port()
+        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
+        with (home / "server.log").open("wb") as log:
+            running = process.start(command, stdout=log, stderr=log, start_new_session=True)
+        api = f"http://127.0.0.1:{port}/api"
+        try:
+            deadline = time.monotonic() + 120
+            while not _healthy(api):
+                assert running.poll() is None, (home / "server.log").read_text()
+                assert time.monotonic() < deadline, "the Prefect server did not come up"
+                time.sleep(0.2)
+            with temporary_settings({PREFECT_API_URL: api}):
+                yield api
+        finally:
+            _send_what_waits()
+            running.terminate()
+            running.wait(30)
+
+
+def _send_what_waits() -> None:
+    """Logs and events of this process; otherwise it tries at its end, for a minute, to send them to a server gone."""
+    from prefect.events.worker import EventsWorker
+    from prefect.logging.handlers import APILogWorker
+    from prefect.utilities.asyncutils import run_coro_as_sync
+
+    async def drain() -> None:
+        for waiting in (APILogWorker.instance().drain(), EventsWorker.drain_all()):
+            if inspect.isawaitable(waiting):
+                await waiting
+
+    run_coro_as_sync(drain())
+
+
+def ask(api: str, what: str, question: dict[str, Any]) -> Any:
+    """POST ``question`` to the API, as anybody who reaches it can."""
+    request = urllib.request.Request(
+        f"{api}/{what}", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def _healthy(api: str) -> bool:
+    try:
+        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
