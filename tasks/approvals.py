@@ -388,7 +388,10 @@ class ApprovalStore:
         try:
             with self._files.usable(), tempfile.TemporaryDirectory(dir=self.folder) as scratch:
                 # not under the lock: the operator may take a while to type the passphrase
-                signed = self._signed(request, decision, head, seconds, key, host, Path(scratch))
+                with signing.ready_for(key, len(request.plan.actions)) as ready:
+                    signed = self._signed(request, decision, head, seconds, ready, host, Path(scratch))
+                if decision.time + seconds <= time.time():
+                    raise Refused("signing took longer than the approval was to be valid; approve it again")
                 with self._files.locked():
                     self._check_still_undecided(request)
                     for index, certificate in enumerate(signed):
@@ -457,10 +460,20 @@ class ApprovalStore:
         ]
 
     def _in_force(self, request: Request, places: Sequence[int], *, alone: bool = False) -> Approved | None:
-        """The approval of the actions at ``places``; None when it is over, or a certificate is not what it says.
+        """The approval of the actions at ``places``; None when it is spent, over, or a certificate is not what it says.
 
         ``alone`` leaves out whether a second person signed.
         """
+        approved = self._believed(request, places)
+        if approved is None or any(
+            isinstance(approval.action, Change) and self._spending.is_spent(approval.serial)
+            for approval in approved.approvals
+        ):
+            return None
+        return approved if alone or self._has_second(approved) else None
+
+    def _believed(self, request: Request, places: Sequence[int]) -> Approved | None:
+        """As :meth:`_in_force`, spent or not and by however many persons."""
         now = time.time()
         assert request.decision is not None
         if request.decision.time > now + CLOCK_TOLERANCE:
@@ -477,19 +490,17 @@ class ApprovalStore:
             approved = self._approval(request, places)
         except CertificateError:
             return None
-        if approved.not_after <= now or not all(approval.key_path.is_file() for approval in approved.approvals):
-            return None
-        if any(
-            isinstance(approval.action, Change) and self._spending.is_spent(approval.serial)
-            for approval in approved.approvals
-        ):
-            return None
-        return approved if alone or self._has_second(approved) else None
+        whole = all(approval.key_path.is_file() for approval in approved.approvals)
+        return approved if whole and approved.not_after > now else None
 
     def _approval(self, request: Request, places: Sequence[int]) -> Approved:
+        host = self._inventory.host(request.plan.host)
+        form = "authorized-keys" if host.enforcement == "authorized-keys" else "host"
         approvals = []
         for index in places:
             certificate = self._certificate(request, index)
+            if (certificate.terms.source_addresses, certificate.terms.enforcement) != (host.source_addresses, form):
+                raise CertificateError(f"hosts.yaml changed what {host.name} takes since {request.id}; ask again")
             signature = self._files.signature(request.id, index)
             signed = request.second is not None and signature.is_file()
             approvals.append(
@@ -522,11 +533,13 @@ class ApprovalStore:
         request = self.get(approval.id)
         self._check_host(request.plan)
         digests = [action.digest() for action in request.plan.actions]
-        if request.ended is not None or request.decision is None or approval.digest not in digests:
-            raise Refused(f"approval {approval.id} is {request.ended or request.status}; run the command again")
-        (index,) = [place for place, digest in enumerate(digests) if digest == approval.digest]
-        certificate = self._certificate(request, index)
-        if certificate.terms.serial != approval.serial or certificate.not_after <= time.time():
+        if request.ended is not None or request.decision is None or not request.decision.approved:
+            why = request.ended or request.status
+            raise Refused(f"approval {approval.id} counts no longer ({escape(why)}); run the command again to ask anew")
+        found = None
+        if approval.digest in digests:
+            found = self._believed(request, [digests.index(approval.digest)])
+        if found is None or found.approvals[0].serial != approval.serial or not self._has_second(found):
             raise Refused(f"approval {approval.id} is no longer in force; run the command again to ask anew")
 
     def _with_outcome(self, request: Request) -> Request:

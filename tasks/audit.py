@@ -123,6 +123,23 @@ class Audit:
             )
 
 
+def select(
+    entries: Iterable[dict[str, Any]],
+    *,
+    event: str | None = None,
+    host: str | None = None,
+    request: str | None = None,
+    since: float | None = None,
+) -> list[dict[str, Any]]:
+    """Those of ``entries`` that have all of what is given, in their order; ``since`` in seconds since the epoch."""
+    wanted = {name: value for name, value in (("event", event), ("host", host), ("request", request)) if value}
+    return [
+        entry
+        for entry in entries
+        if all(entry.get(name) == value for name, value in wanted.items()) and entry["time"] >= (since or 0)
+    ]
+
+
 def show_time(seconds: float) -> str:
     """Seconds since the epoch as local time to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")

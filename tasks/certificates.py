@@ -4,20 +4,16 @@ A certificate says: whoever holds this throw-away key may, from these addresses 
 exactly the action with this digest. Nothing else is in it: no shell, no forwarding, no other command.
 """
 
+import base64
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-from cryptography.hazmat.primitives.serialization import (
-    Encoding,
-    PublicFormat,
-    SSHCertificate,
-    SSHCertificateType,
-    load_ssh_public_identity,
-)
+from cryptography.hazmat.primitives.serialization import SSHCertificate, SSHCertificateType, load_ssh_public_identity
 
+from tasks import public_keys, security_keys
 from tasks.errors import Refused
 
 PRINCIPAL = "dflash-gate"
@@ -74,24 +70,36 @@ class Certificate:
 def read(path: Path, ca_public_key: str) -> Certificate:
     """The certificate in ``path``; raises :class:`CertificateError` unless the CA signed exactly our form."""
     try:
-        identity = load_ssh_public_identity(path.read_bytes())
-        if not isinstance(identity, SSHCertificate):
-            raise ValueError("a plain key")
-        identity.verify_cert_signature()
-        signer = identity.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH).decode()
-        return _checked(identity, signer, ca_public_key)
+        identity = _verified(path.read_bytes(), ca_public_key)
+        return _checked(identity)
     except (OSError, ValueError, InvalidSignature, UnsupportedAlgorithm) as error:
         reason = (error.strerror if isinstance(error, OSError) else str(error)) or "its signature is wrong"
         raise CertificateError(f"certificate {path} approves nothing: {reason}; ask again for a new one") from None
 
 
-def _checked(identity: SSHCertificate, signer: str, ca_public_key: str) -> Certificate:
-    """Take a certificate with the given ``signer`` apart; ValueError says what is not as the guard has it signed."""
+def _verified(content: bytes, ca_public_key: str) -> SSHCertificate:
+    """The certificate in a line, once the CA's signature under it is found right."""
+    kind, encoded, *_ = [*content.split(), b"", b""]
+    if not kind.endswith(b"-cert-v01@openssh.com"):
+        raise ValueError("it is a plain key or no key at all")
+    signed = security_keys.split(base64.b64decode(encoded, validate=True))
+    if signed.ca != public_keys.blob(ca_public_key):
+        raise ValueError("another CA signed it")
+    if public_keys.is_in_token(ca_public_key):
+        security_keys.verify(signed)
+        content = kind + b" " + base64.b64encode(security_keys.without_touch(signed))
+    identity = load_ssh_public_identity(content)
+    assert isinstance(identity, SSHCertificate)
+    if not public_keys.is_in_token(ca_public_key):
+        identity.verify_cert_signature()
+    return identity
+
+
+def _checked(identity: SSHCertificate) -> Certificate:
+    """Take a certificate apart; ValueError says what is not as the guard has it signed."""
     options = {name.decode(): value.decode() for name, value in identity.critical_options.items()}
     key_id = re.fullmatch(r"([0-9a-f]+) ([0-9a-f]{64})", identity.key_id.decode())
     command = re.fullmatch(r"(\S+) ([0-9a-f]{64})( [0-9]+ [0-9]+)?", options.get("force-command", ""))
-    if signer != ca_public_key:
-        raise ValueError("another CA signed it")
     if identity.type is not SSHCertificateType.USER or identity.valid_principals != [PRINCIPAL.encode()]:
         raise ValueError(f"it is not for the user {PRINCIPAL}")
     if key_id is None or command is None:

@@ -3,6 +3,7 @@
 Signed is what both sides know: the digest of the action and the id of the request.
 """
 
+import tempfile
 from pathlib import Path
 
 from tasks import process, public_keys
@@ -10,6 +11,7 @@ from tasks.actions import Action, Run, escape
 from tasks.errors import Refused
 from tasks.inventory import Guard
 from tasks.requests import Request
+from tasks.signing import check_terminal, environment
 
 NAMESPACE = "dflash-approval"
 
@@ -31,14 +33,21 @@ def person(guard: Guard, name: str, key: Path) -> str:
         known = ", ".join(guard.second_persons) or "nobody"
         raise Refused(f"{escape(name)!r} is not among guard.second_persons of hosts.yaml, which names {known}")
     try:
-        held = public_keys.read_private_key_file(key).public
+        held = public_keys.read_private_key_file(key)
     except OSError as error:
         raise Refused(f"key {key}: {error.strerror}; name your private key with --key") from None
     except public_keys.PublicKeyError as error:
         raise Refused(f"key {error}") from None
-    if held != public_keys.blob(expected):
+    if held.public != public_keys.blob(expected):
         raise Refused(
             f"key {key} is not that of {name} in hosts.yaml ({public_keys.fingerprint(expected)}); name your own"
+        )
+    if held.encrypted or public_keys.is_in_token(expected):
+        check_terminal("the key asks for its passphrase or for a touch, and there is no terminal to say so")
+    elif not guard.lab:
+        raise Refused(
+            f"key {key} has no passphrase, so anything on this machine could sign as {name}; "
+            f"give it one: ssh-keygen -p -f {key}"
         )
     return name
 
@@ -52,7 +61,7 @@ def sign(request: Request, name: str, key: Path, scratch: Path) -> list[Path]:
     for file, action in zip(files, request.plan.actions, strict=True):
         file.write_text(message(action, request.id))
     argv = ["ssh-keygen", "-q", "-Y", "sign", "-f", str(key), "-n", NAMESPACE, *map(str, files)]
-    if code := process.start(argv).wait():
+    if code := process.start(argv, env=environment()).wait():
         raise Refused(f"not signed: ssh-keygen failed with exit code {code}: wrong passphrase? Try again, {name}")
     signatures = [file.with_name(f"{file.name}.sig") for file in files]
     for signature in signatures:
@@ -64,8 +73,9 @@ def verify(guard: Guard, request_id: str, action: Action, name: str | None, sign
     """Whether ``signature`` is that of the second person ``name`` over ``action``."""
     if name is None or signature is None or name not in guard.second_persons:
         return False
-    allowed = f'{name} namespaces="{NAMESPACE}" {guard.second_persons[name]}\n'
-    signers = signature.with_suffix(".signers")
-    signers.write_text(allowed)
-    argv = ["ssh-keygen", "-Y", "verify", "-q", "-f", signers, "-I", name, "-n", NAMESPACE, "-s", signature]
-    return process.run(argv, input=message(action, request_id), check=False).returncode == 0
+    with tempfile.NamedTemporaryFile("w", prefix="dflash-signers-") as signers:
+        signers.write(f'{name} namespaces="{NAMESPACE}" {guard.second_persons[name]}\n')
+        signers.flush()
+        argv = ["ssh-keygen", "-Y", "verify", "-q", "-f", signers.name, "-I", name, "-n", NAMESPACE]
+        checked = process.run([*argv, "-s", signature], input=message(action, request_id), check=False)
+    return checked.returncode == 0

@@ -35,14 +35,19 @@ def _normalise(line: str, kinds: Sequence[str]) -> str:
         raise PublicKeyError(f"not a public key: {_short(line)}; expected one of {', '.join(kinds)} and base64")
     try:
         content = base64.b64decode(words[1], validate=True)
-        fields = _fields(content)
+        parts = fields(content)
     except (binascii.Error, struct.error, PublicKeyError):
         raise PublicKeyError(f"{_short(line)} is cut off or mistyped; copy the whole line of the .pub file") from None
-    if fields[0] != words[0].encode():
+    if parts[0] != words[0].encode():
         raise PublicKeyError(f"{_short(line)} says {words[0]} but holds another type; copy the whole line again")
-    if not _sound(words[0], fields[1:]):
+    if not _sound(words[0], parts[1:]):
         raise PublicKeyError(f"{_short(line)} is no sound {words[0]} key; copy the whole line of the .pub file")
     return f"{words[0]} {base64.b64encode(content).decode()}"
+
+
+def is_in_token(line: str) -> bool:
+    """Whether a normalised line is a FIDO token's key: every signature needs a touch."""
+    return line.split()[0] in SECURITY_KEY_TYPES
 
 
 def blob(line: str) -> bytes:
@@ -72,10 +77,10 @@ def read_private_key_file(path: Path) -> PrivateKeyFile:
         content = base64.b64decode(body[2])
         if body[1] != "BEGIN OPENSSH PRIVATE KEY" or not content.startswith(magic):
             raise PublicKeyError
-        cipher, rest = _take(content[len(magic) :])
-        _, rest = _take(rest)
-        _, rest = _take(rest)
-        public, _ = _take(rest[4:])
+        cipher, rest = take(content[len(magic) :])
+        _, rest = take(rest)
+        _, rest = take(rest)
+        public, _ = take(rest[4:])
     except (IndexError, binascii.Error, struct.error, PublicKeyError):
         raise PublicKeyError(
             f"{path} is not a private key in OpenSSH's own form; convert it with: ssh-keygen -p -f {path}"
@@ -83,34 +88,36 @@ def read_private_key_file(path: Path) -> PrivateKeyFile:
     return PrivateKeyFile(public, encrypted=cipher != b"none")
 
 
-def _fields(content: bytes) -> list[bytes]:
-    fields = []
+def fields(content: bytes) -> list[bytes]:
+    """Every length-prefixed field of ``content``; raises :class:`PublicKeyError` or ``struct.error`` when cut off."""
+    found = []
     while content:
-        field, content = _take(content)
-        fields.append(field)
-    if not fields:
+        field, content = take(content)
+        found.append(field)
+    if not found:
         raise PublicKeyError("empty")
-    return fields
+    return found
 
 
-def _take(content: bytes) -> tuple[bytes, bytes]:
+def take(content: bytes) -> tuple[bytes, bytes]:
+    """The first length-prefixed field and the rest; raises as :func:`fields`."""
     (length,) = struct.unpack_from(">I", content)
     if len(content) < 4 + length:
         raise PublicKeyError("cut off")
     return content[4 : 4 + length], content[4 + length :]
 
 
-def _sound(kind: str, fields: list[bytes]) -> bool:
+def _sound(kind: str, parts: list[bytes]) -> bool:
     if kind in SECURITY_KEY_TYPES:
         # the key in the token, then the application it was made for
         plain = kind.removeprefix("sk-").removesuffix("@openssh.com")
-        return bool(fields and fields[-1].startswith(b"ssh:")) and _sound(plain, fields[:-1])
+        return bool(parts and parts[-1].startswith(b"ssh:")) and _sound(plain, parts[:-1])
     if kind == "ssh-ed25519":
-        return [len(field) for field in fields] == [32]
+        return [len(field) for field in parts] == [32]
     if kind == "ssh-rsa":
-        return len(fields) == 2 and int.from_bytes(fields[1], "big").bit_length() >= SMALLEST_RSA
+        return len(parts) == 2 and int.from_bytes(parts[1], "big").bit_length() >= SMALLEST_RSA
     curve = kind.removeprefix("ecdsa-sha2-")
-    return len(fields) == 2 and fields[0] == curve.encode() and len(fields[1]) == 1 + 2 * CURVES[curve]
+    return len(parts) == 2 and parts[0] == curve.encode() and len(parts[1]) == 1 + 2 * CURVES[curve]
 
 
 def _short(line: str) -> str:

@@ -48,6 +48,7 @@ def test_a_host_is_known_by_its_keys(shipped: Inventory) -> None:
     assert shipped.owner_of_key(shipped.guard.ca_public_key) is None
 
 
+CA, ONE = inventory.parse(TEXT).guard.ca_public_key, key_of("ct129")
 ERRORS = [
     ("role: training", "role: training\n    protected: false", "hosts.kpro6.protected", "cannot be switched off"),
     ("user: root", "user: root\n    colour: red", "hosts.ct129.colour", "known here are role, address"),
@@ -61,7 +62,13 @@ ERRORS = [
     ("    user: root", "    user: root\n    name: other", "hosts.ct129.name", "the key it stands under"),
     ("role: training", "role: spare", "hosts.kpro6.role", "'training' or 'inference'"),
     ("enforcement: host", "enforcement: none", "hosts.kpro6.enforcement", "'host', 'authorized-keys' or 'client'"),
-    ("two_person: false", "two_person: true", "guard.two_person", "False"),
+    ("enforcement: host", "enforcement: host\n    gate_state: gate", "hosts.kpro6.gate_state", "not absolute"),
+    ("enforcement: host", "enforcement: host\n    job_user: -u root", "hosts.kpro6.job_user", "letters, digits"),
+    ("two_person: false", "two_person: true", "guard.second_persons", "name who may be the second"),
+    ("two_person: false", f'second_persons: {{bob: "{CA}"}}', "guard.second_persons.bob", "the operator's CA key"),
+    ("two_person: false", f'second_persons: {{a: "{ONE}", b: "{ONE}"}}', "guard.second_persons.b", "the key of a"),
+    ("two_person: false", "second_persons: {bob: me}", "guard.second_persons.bob", "not a public key"),
+    ("two_person: false", f'second_persons: {{"b b": "{ONE}"}}', "guard.second_persons.b b", "not a host name"),
     ("port: 22", "port: 0", "hosts.kpro6.port", "greater than or equal to 1"),
     ("port: 22", "port: 65536", "hosts.kpro6.port", "less than or equal to 65535"),
     ("port: 22", 'port: "22"', "hosts.kpro6.port", "integer"),
