@@ -1,18 +1,21 @@
 """``dflash-ops audit``: what was asked for, decided, used and refused, and whether the record of it holds."""
 
 import json
+import time
+from datetime import datetime
 from typing import Annotated
 
 import typer
 from rich.text import Text
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, UsageError
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
 from tasks.actions import escape
 from tasks.approvals import ApprovalStore
-from tasks.audit import Audit, show_time
+from tasks.audit import Audit, select, show_time
 from tasks.errors import Refused
+from tasks.quantities import duration
 
 app = typer.Typer(no_args_is_help=True, help="The record of requests, decisions, uses and refusals.")
 
@@ -23,12 +26,23 @@ class AuditBrokenError(DFlashError):
 
 @app.command()
 def show(
-    last: Annotated[int, typer.Option(min=1, help="How many entries, the newest last.")] = 20, as_json: AsJson = False
+    last: Annotated[int, typer.Option(min=1, help="How many entries, the newest last.")] = 20,
+    event: Annotated[str | None, typer.Option(help="Only these: request, decision, consumption, refusal, …")] = None,
+    host: Annotated[str | None, typer.Option(help="Only what is about this host.")] = None,
+    request: Annotated[str | None, typer.Option(metavar="ID", help="Only what is about this request.")] = None,
+    since: Annotated[
+        str | None, typer.Option(help="Only from this local time on, as in 2027-01-31T06:00, or the last 2h or 7d.")
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
-    """Show the newest entries of the audit log."""
-    entries = list(Audit().entries())[-last:]
+    """Show the newest entries of the audit log, of those that were asked for."""
+    begin = None if since is None else _since(since)
+    entries = select(Audit().entries(), event=event, host=host, request=request, since=begin)[-last:]
     if as_json:
         typer.echo(json.dumps(entries))
+        return
+    if not entries:
+        typer.echo("no such entry")
         return
     table = listing("time", "event", "request", "what", folded="what")
     for entry in entries:
@@ -56,3 +70,16 @@ def verify(hosts: HostsFile = None) -> None:
         raise AuditBrokenError(f"{audit.file} does not hold: {'; '.join(problems)}")
     count = sum(1 for _ in audit.entries())
     typer.echo(f"{count} entries hold together, {len(heads)} certificates were signed over them")
+
+
+def _since(text: str) -> float:
+    try:
+        return time.time() - duration(text)
+    except UsageError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError):
+        raise UsageError(
+            f"--since '{escape(text)}' is neither a time nor a duration; write it as 2027-01-31T06:00 or as 2h"
+        ) from None

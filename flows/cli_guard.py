@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from dflash.errors import UsageError
-from flows import cli_break_glass, cli_plan, cli_revoke, cli_standing
+from flows import cli_break_glass, cli_doctor, cli_plan, cli_revoke, cli_standing
 from flows.decide import CaKey, Reason, RequestId, UseAgent, ask_reason, decide, go_on
 from flows.terminal import AsJson, HostsFile, console, listing, may, open_store, place
 from tasks.actions import escape
@@ -106,6 +106,8 @@ app.command()(cli_revoke.revoke)
 app.add_typer(cli_standing.app, name="standing")
 app.command()(cli_plan.plan)
 app.command("break-glass")(cli_break_glass.break_glass)
+app.command()(cli_doctor.setup)
+app.command()(cli_doctor.doctor)
 
 
 def _seconds(request: Request, valid: str | None, until: str | None) -> int:
