@@ -1,21 +1,25 @@
 """A file from host to host through the operator's machine, without touching its disk.
 
 Nothing is under the final name until all of this holds: the source is a regular file and stayed the same one (device,
-inode, size, mtime) from before the first byte until after the last; its host said that it sent every byte; the sha256
-taken on the way is the one the destination took while it wrote.
+inode, size, mtime) from before the first byte until after the last; its host said that it sent every byte; of every
+range the sha256 taken on the way is the one the destination took while it wrote. What arrived of a relay that broke
+stays there under a temporary name, and the same relay moves only the rest.
 """
 
 import errno
+import math
 import os
 import shlex
 import signal
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from hashlib import sha256
 
 from dflash.errors import DFlashError, UsageError
+from tasks import journal
 from tasks.actions import MOST_PATHS, ReadGrant, escape, said
 from tasks.approvals import Approval
 from tasks.channel import EXIT_SSH_FAILED, RequestFailed
@@ -26,15 +30,48 @@ from tasks.plans import Plan
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.quantities import show_size
 from tasks.ssh import Connector
-from tasks.transfer import Progress, Receiver, ReceiverError, SinkClosedError, TransferError, pump, receiver_argv
+from tasks.streams import PATIENCE_SECONDS, Ends, Transfer
+from tasks.transfer import (
+    Moved,
+    Pace,
+    Progress,
+    Receiver,
+    ReceiverLostError,
+    TransferError,
+    pump,
+    receiver_argv,
+)
 
-FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 4
+FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 16
 """What is asked for by each file: to read a checkpoint of 17 GB, and once more if the first try breaks."""
 CLOSING_SECONDS = 5.0
+RANGE_BYTES = 256 << 20
+WINDOW_BYTES = 2 << 20
+"""OpenSSH's channel window: what one stream has under way at most, whatever the link could carry."""
+MOST_STREAMS = 8
+PROTECTED_STREAMS = 2
+"""A gate serves no more sessions at once."""
+LINK_RATE = 1_250_000_000
+"""Bytes a second that are aimed at where nothing slower is known: the 10 Gb/s of the operator's machine."""
 
 
 class SourceError(TransferError):
     """The source is not a file that can be relayed, or did not stay the same while it was read."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to move it."""
+
+    streams: int | None = None
+    """Pairs of sessions at once; None: as many as the round trip time and the cores ask for."""
+    bandwidth: int = 0
+    """Bytes a second, 0 for no limit of this side's."""
+    reread: bool = False
+    """Have the destination read every range from its disk again before the file gets its name."""
+    patience: float = PATIENCE_SECONDS
+    """Seconds without a byte after which a lost link ends the relay."""
+    range_bytes: int = RANGE_BYTES
 
 
 @dataclass(frozen=True)
@@ -46,6 +83,9 @@ class RelayResult:
     identity: Stat
     sha256: str
     seconds: float
+    streams: int = 1
+    moved: int = 0
+    """Bytes that had to move this time."""
 
     @property
     def bytes(self) -> int:
@@ -53,7 +93,7 @@ class RelayResult:
 
     @property
     def mb_per_s(self) -> float:
-        return self.bytes / 1e6 / self.seconds
+        return self.moved / 1e6 / self.seconds
 
 
 def plan_relay(
@@ -92,17 +132,18 @@ def relay(
     source: Location,
     destination: Location,
     *,
+    settings: Settings | None = None,
     progress: Progress | None = None,
+    notice: Callable[[str], None] | None = None,
 ) -> RelayResult:
     """Stream ``source`` to ``destination`` and return once it is there under its final name.
 
     ``approval`` is for :func:`plan_relay`'s plan, None for a source that is not protected. ``progress`` gets (bytes
-    done, bytes in all). Raises :class:`Refused`, :class:`TransferError` or what the connection raises; then nothing is
-    under the final name.
+    done, bytes in all), ``notice`` a sentence when a link is lost and tried again. Raises :class:`Refused`,
+    :class:`TransferError` or what the connection raises; then nothing is under the final name.
     """
     check_destination(destination)
-    with open_session(connector, _host(source), approval) as session:
-        return _relay_file(connector, session, source, destination, progress)
+    return _relay_file(connector, approval, source, destination, settings or Settings(), progress, notice)
 
 
 def relay_checkpoint(
@@ -111,7 +152,9 @@ def relay_checkpoint(
     source: Location,
     destination: Location,
     *,
+    settings: Settings | None = None,
     progress: Progress | None = None,
+    notice: Callable[[str], None] | None = None,
 ) -> RelayResult:
     """Stream a single-file checkpoint as :func:`relay` does, after the ``config.json`` beside it where there is one.
 
@@ -120,12 +163,13 @@ def relay_checkpoint(
     check_destination(destination)
     config, its_place = _beside(source, "config.json"), _beside(destination, "config.json")
     with open_session(connector, _host(source), approval) as session:
-        if _exists(session, config):
-            _relay_file(connector, session, config, its_place, None)
-        else:
-            with connector.connect(_host(its_place)) as connection:
-                connection.run(shlex.join(["rm", "-f", its_place.path]), hide=True, in_stream=False)
-        return _relay_file(connector, session, source, destination, progress)
+        there = _exists(session, config)
+    if there:
+        _relay_file(connector, approval, config, its_place, settings or Settings(), None, notice)
+    else:
+        with connector.connect(_host(its_place)) as connection:
+            connection.run(shlex.join(["rm", "-f", its_place.path]), hide=True, in_stream=False)
+    return _relay_file(connector, approval, source, destination, settings or Settings(), progress, notice)
 
 
 def check_destination(destination: Location) -> None:
@@ -133,6 +177,49 @@ def check_destination(destination: Location) -> None:
     host = _host(destination)
     if host.protected:
         raise Refused(f"{host.name} is protected: a relay reads from there, it does not write there")
+
+
+def stream_count(round_trip: float, *, rate: int, cores: int, sessions: int, protected: bool) -> int:
+    """How many streams fill a link: one carries a window a round trip (seconds), and each wants a core.
+
+    ``rate`` is in bytes a second, the most that source, link and limit allow; ``sessions`` what the grant has.
+    """
+    wanted = math.ceil(rate * round_trip / WINDOW_BYTES)
+    most = min(MOST_STREAMS, cores, sessions, PROTECTED_STREAMS if protected else MOST_STREAMS)
+    return max(1, min(wanted, most))
+
+
+def spans_of(size: int, *, streams: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
+    """Consecutive (offset, length) over ``size`` bytes: ranges of ``range_bytes``, smaller where streams would idle."""
+    length = max(1, min(range_bytes, math.ceil(size / streams)))
+    return [(offset, min(length, size - offset)) for offset in range(0, size, length)]
+
+
+@dataclass(frozen=True)
+class WholeFile:
+    """All of one file, as it is."""
+
+    source: Location
+    identity: Stat
+
+    @property
+    def size(self) -> int:
+        return self.identity.size
+
+    def send(self, session: GateSession, offset: int, length: int, sink: int, moved: Moved) -> str:
+        digest = sha256()
+        with session.read(self.source.path, offset, length) as stream:
+            pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
+        return digest.hexdigest()
+
+    def check_unchanged(self, session: GateSession) -> None:
+        name = escape(str(self.source))
+        try:
+            found = session.stat(self.source.path)
+        except RequestFailed as error:
+            raise SourceError(f"{name} vanished while it was read ({error}): nothing was kept") from None
+        if found != self.identity:
+            raise SourceError(f"{name} changed while it was read: relay it again when its writer is done")
 
 
 def _host(location: Location) -> Host:
@@ -156,17 +243,82 @@ def _exists(session: GateSession, place: Location) -> bool:
 
 
 def _relay_file(
-    connector: Connector, session: GateSession, source: Location, destination: Location, progress: Progress | None
+    connector: Connector,
+    approval: Approval | None,
+    source: Location,
+    destination: Location,
+    settings: Settings,
+    progress: Progress | None,
+    notice: Callable[[str], None] | None,
 ) -> RelayResult:
-    identity = _relayable(session, source)
-    with _receiver(connector, destination) as receiver:
-        receiver.open(destination.path, identity.size)
-        begun = time.monotonic()
-        sha256 = _stream(session, source.path, receiver, identity.size, progress)
-        _check_unchanged(session, source, identity)
-        receiver.commit(sha256)
-        seconds = time.monotonic() - begun
-    return RelayResult(source, destination, identity, sha256, seconds)
+    host = _host(source)
+    first = _First(open_session(connector, host, approval))
+    with first:
+        identity = _relayable(first.session, source)
+        streams = settings.streams or _streams(_round_trip(first.session, source), host, approval, settings)
+        spans = spans_of(identity.size, streams=streams, range_bytes=settings.range_bytes)
+        about = f"{identity.device}:{identity.inode}:{identity.size}:{identity.mtime_ns}"
+        with journal.opened(str(source), str(destination), about, spans) as notes:
+            transfer = Transfer(
+                content=WholeFile(source, identity),
+                journal=notes,
+                ends=Ends(
+                    session=lambda: first.take() or open_session(connector, host, approval),
+                    receiver=lambda: _receiver(connector, destination),
+                ),
+                path=destination.path,
+                sidecar={"source": str(source), "identity": about, "selected": "all"},
+                streams=streams,
+                pace=Pace(settings.bandwidth),
+                progress=progress,
+                notice=notice,
+                reread=settings.reread,
+                patience=settings.patience,
+            )
+            missing = identity.size - sum(span.length for span in notes.spans if span.stored)
+            begun = time.monotonic()
+            digest = transfer.run()
+            seconds = time.monotonic() - begun
+    return RelayResult(source, destination, identity, digest, seconds, streams, missing)
+
+
+class _First:
+    """The session that looked at the source becomes the first stream's, so that it costs the grant one session."""
+
+    def __init__(self, session: GateSession) -> None:
+        self.session = session
+        self._taken = False
+
+    def take(self) -> GateSession | None:
+        if self._taken:
+            return None
+        self._taken = True
+        return self.session
+
+    def __enter__(self) -> "_First":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if not self._taken:
+            self.session.__exit__(*error)  # type: ignore[arg-type]
+
+
+def _round_trip(session: GateSession, source: Location) -> float:
+    """Seconds from a small request to its answer."""
+    begun = time.monotonic()
+    session.stat(source.path)
+    return time.monotonic() - begun
+
+
+def _streams(round_trip: float, host: Host, approval: Approval | None, settings: Settings) -> int:
+    rates = [LINK_RATE, settings.bandwidth, *([host.read_limit] if host.protected else [])]
+    return stream_count(
+        round_trip,
+        rate=min(rate for rate in rates if rate),
+        cores=os.cpu_count() or 1,
+        sessions=MOST_STREAMS if approval is None else approval.grant.sessions,
+        protected=host.protected,
+    )
 
 
 def _relayable(session: GateSession, source: Location) -> Stat:
@@ -185,24 +337,6 @@ def _relayable(session: GateSession, source: Location) -> Stat:
     return found
 
 
-def _stream(session: GateSession, path: str, receiver: Receiver, size: int, progress: Progress | None) -> str:
-    try:
-        with session.read(path, 0, size) as stream:
-            return pump(stream.fileno(), receiver.sink, size, progress=progress)
-    except SinkClosedError:
-        raise receiver.failure() from None
-
-
-def _check_unchanged(session: GateSession, source: Location, identity: Stat) -> None:
-    name = escape(str(source))
-    try:
-        found = session.stat(source.path)
-    except RequestFailed as error:
-        raise SourceError(f"{name} vanished while it was read ({error}): nothing was kept") from None
-    if found != identity:
-        raise SourceError(f"{name} changed while it was read: relay it again when its writer is done")
-
-
 @contextmanager
 def _receiver(connector: Connector, destination: Location) -> Iterator[Receiver]:
     """Run the receiver on the destination's host; on leaving it is gone, and with it what was not committed."""
@@ -215,7 +349,7 @@ def _receiver(connector: Connector, destination: Location) -> Iterator[Receiver]
             if code == EXIT_SSH_FAILED:
                 return connector.failure(host, text)
             how = f"ended with exit status {code}" if code >= 0 else f"was ended by signal {-code}"
-            return ReceiverError(f"{place}: the receiver {how}: {said(last_line(text)) or 'no word'}")
+            return ReceiverLostError(f"{place}: the receiver {how}: {said(last_line(text)) or 'no word'}")
 
         try:
             yield Receiver(process, place, explain)

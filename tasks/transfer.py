@@ -1,25 +1,29 @@
 """The pump between two processes, and the sender's half of what ``deploy/relay/receiver.py`` speaks."""
 
 import fcntl
-import hashlib
 import json
 import os
+import signal
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib.resources import files
-from typing import Any
+from typing import Any, Protocol
 
 from dflash.errors import DFlashError
 from tasks.actions import said
 from tasks.process import Popen, TimeoutExpired
 
 PIPE_BYTES = 1 << 20
-PROGRESS_SECONDS = 0.1
 CLOSING_SECONDS = 10.0
 LONGEST_REPLY = 1 << 16
 
 Progress = Callable[[int, int], None]
+"""Called with (bytes done, bytes in all)."""
+Moved = Callable[[int], None]
+"""Called with how many bytes have just moved."""
 
 
 class TransferError(DFlashError):
@@ -35,45 +39,73 @@ class SinkClosedError(TransferError):
 
 
 class ReceiverError(TransferError):
-    """The receiver refused or failed, or its process ended; the message holds its own words."""
+    """The receiver refused or failed; the message holds its own words."""
 
 
-def pump(source: int, sink: int, length: int, *, progress: Progress | None = None) -> str:
-    """Move ``length`` bytes from one descriptor to another and return their sha256 as hex.
+class ReceiverLostError(ReceiverError):
+    """The receiver's process ended without a word; another session can go on."""
+
+
+class Digest(Protocol):
+    """What hashlib's objects are."""
+
+    def update(self, data: memoryview, /) -> None: ...
+
+
+def pump(source: int, sink: int, length: int, *, digests: Sequence[Digest] = (), moved: Moved | None = None) -> None:
+    """Move ``length`` bytes from one descriptor to another, past ``digests``.
 
     Memory is one buffer of 1 MiB, whatever the length. Both descriptors should be pipes: theirs are widened to 1 MiB,
-    so that the process on either side goes on while this one hashes. ``progress`` is called with (bytes done,
-    ``length``) at the start, ten times a second and at the end.
+    so that the process on either side goes on while this one hashes.
 
     Raises :class:`SourceEndedError` and :class:`SinkClosedError`.
     """
     _widen(source)
     _widen(sink)
-    report = progress or (lambda done, total: None)
-    digest = hashlib.sha256()
     buffer = memoryview(bytearray(PIPE_BYTES))
-    done, reported = 0, time.monotonic()
-    report(0, length)
+    done = 0
     while done < length:
         count = os.readv(source, [buffer[: length - done]])
         if not count:
             raise SourceEndedError(f"the source stopped after {done} of {length} bytes")
-        _write(sink, buffer[:count])
-        digest.update(buffer[:count])
+        write_all(sink, buffer[:count])
+        for digest in digests:
+            digest.update(buffer[:count])
         done += count
-        if time.monotonic() - reported >= PROGRESS_SECONDS:
-            reported = time.monotonic()
-            report(done, length)
-    report(length, length)
-    return digest.hexdigest()
+        if moved is not None:
+            moved(count)
+
+
+class Pace:
+    """A bandwidth limit that several threads share; ``rate`` in bytes a second, 0 for none."""
+
+    def __init__(self, rate: int) -> None:
+        self._rate, self._next, self._lock = rate, 0.0, threading.Lock()
+
+    def __call__(self, count: int) -> None:
+        """Wait until ``count`` more bytes may have moved."""
+        if not self._rate:
+            return
+        with self._lock:
+            begin = max(self._next, time.monotonic() - 0.05)
+            self._next = begin + count / self._rate
+        time.sleep(max(0.0, self._next - time.monotonic()))
+
+
+@dataclass(frozen=True)
+class Opened:
+    """What a destination had of a transfer: ``fresh`` nothing, ``committed`` all of it (its sha256), else some."""
+
+    fresh: bool
+    committed: str | None
 
 
 class Receiver:
-    """One file on its way into a destination: :meth:`open`, then bytes into :attr:`sink`, then :meth:`commit`.
+    """One session of the receiver on a destination: :meth:`open` or :meth:`join`, ranges, then :meth:`commit`.
 
     ``process`` runs :func:`receiver_argv` with pipes as stdin and stdout; ``place`` names the destination in messages;
     ``explain`` makes an error of the exit code of a process that ended without a reply. Whoever started the process
-    ends it; without :meth:`commit` that leaves nothing over there.
+    ends it; without :meth:`commit` that leaves what was received under its temporary name.
     """
 
     def __init__(self, process: Popen[bytes], place: str, explain: Callable[[int], DFlashError]) -> None:
@@ -84,34 +116,69 @@ class Receiver:
 
     @property
     def sink(self) -> int:
+        """Where the bytes of a range go between :meth:`begin` and :meth:`stored`."""
         return self._stdin.fileno()
 
-    def open(self, path: str, size: int) -> None:
-        """Have ``size`` bytes reserved for ``path``; a destination that cannot take the file says so here."""
-        self._send({"path": path, "size": size})
-        self._reply()
+    def open(self, path: str, size: int, transfer: str) -> "Opened":
+        """Reserve ``size`` bytes for ``path``, or take up what there is of this ``transfer``.
 
-    def commit(self, sha256: str) -> None:
-        """Have the file put under its final name; raises unless what was stored has this ``sha256``."""
-        self._send({"sha256": sha256})
-        stored = self._reply().get("sha256")
-        if stored != sha256:
-            what = said(str(stored))
-            raise ReceiverError(f"{self._place}: sha256 {sha256} was sent, but {what} was stored: relay it again")
-        if (code := self._exit_code()) != 0:
-            raise self._explained(code)
+        A destination that cannot take the file says so here.
+        """
+        reply = self._ask(verb="open", path=path, size=size, transfer=transfer)
+        committed = reply.get("committed")
+        return Opened(bool(reply.get("fresh")), None if committed is None else str(committed))
+
+    def join(self, path: str, size: int, transfer: str) -> None:
+        """Take part in a transfer that another session has open."""
+        self._ask(verb="join", path=path, size=size, transfer=transfer)
+
+    def begin(self, offset: int, length: int) -> None:
+        """Announce ``length`` bytes for ``offset``, which go into :attr:`sink` at once."""
+        self._send(verb="write", offset=offset, length=length)
+
+    def stored(self) -> str:
+        """Wait until the range is on the destination's disk and return the sha256 of what was written there."""
+        return str(self._reply().get("sha256"))
+
+    def fetch(self, offset: int, length: int, url: str) -> str:
+        """Have the destination get a range from a presigned URL; returns its sha256 once it is on the disk."""
+        return str(self._ask(verb="fetch", offset=offset, length=length, url=url).get("sha256"))
+
+    def hash(self, offset: int, length: int) -> str:
+        """sha256 of a range as it lies there."""
+        return str(self._ask(verb="hash", offset=offset, length=length).get("sha256"))
+
+    def commit(self, ranges: Sequence[tuple[int, int, str]], sidecar: dict[str, Any], *, reread: bool) -> str:
+        """Have the file put under its final name and return its sha256, which the destination took.
+
+        ``reread``: every one of ``ranges`` (offset, length, sha256) is read from the disk again before.
+        """
+        return str(self._ask(verb="commit", ranges=ranges, sidecar=sidecar, reread=reread).get("sha256"))
+
+    def discard(self) -> None:
+        """Leave nothing of what was received."""
+        self._ask(verb="discard")
+
+    def abort(self) -> None:
+        """End the process from another thread, so that whoever waits for it goes on."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def failure(self) -> DFlashError:
-        """Return why the receiver stopped reading: its last reply, else what its exit code means."""
+        """Why the receiver stopped reading: its last reply, else what its exit code means."""
         try:
             self._reply()
         except DFlashError as error:
             return error
         return self._explained(self._exit_code())
 
-    def _send(self, fields: dict[str, Any]) -> None:
+    def _ask(self, **fields: Any) -> dict[str, Any]:
+        self._send(**fields)
+        return self._reply()
+
+    def _send(self, **fields: Any) -> None:
         try:
-            _write(self.sink, memoryview(json.dumps(fields).encode("ascii") + b"\n"))
+            write_all(self.sink, memoryview(json.dumps(fields).encode("ascii") + b"\n"))
         except SinkClosedError:
             raise self.failure() from None
 
@@ -130,7 +197,7 @@ class Receiver:
 
     def _explained(self, code: int | None) -> DFlashError:
         if code is None:
-            return ReceiverError(f"{self._place}: the receiver said nothing more and did not end: relay it again")
+            return ReceiverLostError(f"{self._place}: the receiver said nothing more and did not end: relay it again")
         return self._explain(code)
 
     def _exit_code(self) -> int | None:
@@ -141,14 +208,15 @@ class Receiver:
 
 
 def receiver_argv() -> list[str]:
-    """Return the command of the destination: the receiver's source, run by that host's own Python without its site."""
+    """The command of the destination: the receiver's source, run by that host's own Python without its site."""
     return ["python3", "-IS", "-c", files("deploy").joinpath("relay", "receiver.py").read_text(encoding="utf-8")]
 
 
-def _write(sink: int, chunk: memoryview) -> None:
+def write_all(sink: int, data: memoryview) -> None:
+    """Write all of ``data``; raises :class:`SinkClosedError` when nobody reads any more."""
     try:
-        while chunk:
-            chunk = chunk[os.write(sink, chunk) :]
+        while data:
+            data = data[os.write(sink, data) :]
     except BrokenPipeError:
         raise SinkClosedError("the destination stopped reading") from None
 

@@ -1,13 +1,24 @@
-"""Receive one file on stdin; it appears under its final name only when it is whole, verified and on disk.
+"""Receive a file in ranges; it appears under its final name only when it is whole, verified and on disk.
 
-Runs on the destination as ``python3 -c <this text>``, so it takes the standard library alone (Python 3.8 or newer).
+Runs on the destination as ``python3 -c <this text>``, so it takes the standard library alone (Python 3.9 or newer).
+One request a line of JSON on stdin, one reply a line on stdout:
 
-stdin   one JSON line ``{"path", "size"}``; after the first reply ``size`` bytes; one JSON line ``{"sha256"}``
-stdout  ``{"ok": true, "ready": true}`` once the space is reserved; ``{"ok": true, "bytes", "sha256"}`` once the file is
-        under its name; ``{"ok": false, "message"}`` and exit code 1 when anything is wrong: then no trace is left
+    {"verb": "open", "path", "size", "transfer"}           {"ok": true, "fresh", "committed"}  the space is reserved
+    {"verb": "join", "path", "size", "transfer"}           {"ok": true}            another session of an open transfer
+    {"verb": "write", "offset", "length"}, then the bytes  {"ok": true, "sha256"}  once they are on disk
+    {"verb": "fetch", "offset", "length", "url"}           {"ok": true, "sha256"}  the same, from a presigned URL
+    {"verb": "hash", "offset", "length"}                   {"ok": true, "sha256"}  of what is there
+    {"verb": "commit", "ranges", "reread", "sidecar"}      {"ok": true, "sha256"}  the whole file's; it has its name,
+                                                                                   and ``<name>.relay.json`` beside it
+    {"verb": "discard"}                                    {"ok": true}            nothing is left of it
 
-The file grows as ``.<name>.part-<id>`` beside its final name. Its writer holds a lock on it, so what a killed receiver
-left is told from what another one is writing now, and the next receiver of that name removes it.
+``{"ok": false, "message"}`` and exit code 1 end a session when anything is wrong. What was received stays as
+``.<name>.part-<transfer>`` beside the final name, for the same transfer to go on with; ``fresh`` says that there was
+nothing, ``committed`` is the file's sha256 when this transfer was finished before and only the answer got lost.
+
+The session that opened a transfer holds a lock on its file. That tells what a dead transfer left, which the next one of
+that name removes, from what is written now. ``transfer`` is known to one sender alone, so a session that still holds
+the lock of a transfer that is opened again is that sender's own, lost behind a dead link, and is ended.
 """
 
 from __future__ import annotations
@@ -16,22 +27,29 @@ import contextlib
 import ctypes
 import fcntl
 import hashlib
+import http.client
 import json
 import os
 import re
-import secrets
 import signal
 import stat
+import struct
 import sys
+import time
+import urllib.parse
+from collections.abc import Callable
 from io import FileIO
-from types import TracebackType
 from typing import Any
 
-PIPE_BYTES = 1 << 20
+CHUNK = 1 << 20
 WRITEBACK_BYTES = 32 << 20
-HEADER_BYTES = 64 << 10
+LONGEST_LINE = 1 << 24
+TAKEOVER_SECONDS = 10.0
+FETCH_SECONDS = 60
+SIDECAR = ".relay.json"
 SYNC_FILE_RANGE_WRITE = 2
 F_SETPIPE_SZ = 1031  # in fcntl since Python 3.10
+FLOCK = "hhqqi4x"
 
 
 class ReceiveError(Exception):
@@ -39,63 +57,132 @@ class ReceiveError(Exception):
 
 
 class Part:
-    """The file under its temporary name; gone on leaving the ``with`` block unless it was committed."""
+    """The file under its temporary name."""
 
-    def __init__(self, path: str, size: int) -> None:
-        self.path, self.size = path, size
+    def __init__(self, path: str, size: int, transfer: str) -> None:
+        self.path, self.size, self.transfer = path, size, transfer
         self.directory, self.name = os.path.split(path)
-        self.fd, self.temporary = -1, ""
+        if not os.path.isabs(path) or not self.name:
+            raise ReceiveError(f"{path!r} is not the absolute path of a file")
+        if not re.fullmatch("[0-9a-f]{16}", transfer):
+            raise ReceiveError(f"{transfer!r} is not the id of a transfer")
+        self.temporary = os.path.join(self.directory, f".{self.name}.part-{transfer}")
+        self.fd = -1
+        self.whole, self.hashed = hashlib.sha256(), 0  # of the first bytes, as far as they came in order
 
-    def __enter__(self) -> Part:
-        if not os.path.isabs(self.path) or not self.name:
-            raise ReceiveError(f"{self.path!r} is not the absolute path of a file")
+    def committed(self) -> str | None:
+        """The sha256 of the file under its final name when this very transfer put it there."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            with open(self.path + SIDECAR, encoding="utf-8") as file:
+                fields = json.load(file)
+            if fields["transfer"] == self.transfer and os.stat(self.path).st_size == self.size == fields["bytes"]:
+                return str(fields["sha256"])
+        return None
+
+    def open(self) -> bool:
+        """Make the file, or take up what there is of it; True when there was nothing."""
         if os.path.isdir(self.path):
             raise ReceiveError(f"{self.path!r} is a directory: give the file's full name")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ReceiveError(f"{self.path!r} is a device, a pipe or a socket: name a file")
         os.makedirs(self.directory, exist_ok=True)
         self._remove_stale_parts()
-        try:
-            self._create()
-            self._reserve()
-        except BaseException:
-            self.__exit__(None, None, None)
-            raise
-        return self
+        self._lock()
+        fresh = os.fstat(self.fd).st_size != self.size or not self.size
+        if fresh:
+            try:
+                self._reserve()
+            except BaseException:
+                self.discard()
+                raise
+        return fresh
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self.temporary:
-            os.unlink(self.temporary)
-        if self.fd >= 0:
-            os.close(self.fd)
+    def join(self) -> None:
+        """Open what another session holds the lock of."""
+        self.fd = os.open(self.temporary, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+        if os.fstat(self.fd).st_size != self.size:
+            raise ReceiveError(f"{self.temporary!r} has another size than it was opened with: relay it again")
 
-    def commit(self) -> None:
+    def write(self, offset: int, length: int, read: Callable[[memoryview], int]) -> str:
+        """Store ``length`` bytes of ``read`` durably from ``offset`` on and return their sha256."""
+        self._check_span(offset, length)
+        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
+        at, end, flushed = offset, offset + length, offset
+        while at < end:
+            count = read(buffer[: end - at])
+            if not count:
+                raise ReceiveError(f"the sender stopped after {at - offset} of {length} bytes at {offset}")
+            written = 0
+            while written < count:
+                written += os.pwrite(self.fd, buffer[written:count], at + written)
+            digest.update(buffer[:count])
+            if at == self.hashed:
+                self.whole.update(buffer[:count])
+                self.hashed += count
+            at += count
+            if at - flushed >= WRITEBACK_BYTES:
+                start_writeback(self.fd, flushed, at - flushed)
+                flushed = at
+        os.fdatasync(self.fd)
+        return digest.hexdigest()
+
+    def hash(self, offset: int, length: int) -> str:
+        self._check_span(offset, length)
+        digest = hashlib.sha256()
+        self._feed(offset, length, digest.update)
+        return digest.hexdigest()
+
+    def commit(self, ranges: list[list[Any]], sidecar: dict[str, Any], *, reread: bool) -> str:
         """Put the file under its final name: what the reader of that name sees is whole even after a power cut."""
         os.fsync(self.fd)
+        if reread:
+            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            self.whole, self.hashed = hashlib.sha256(), 0
+            for offset, length, sha256 in ranges:
+                if self.hash(offset, length) != sha256:
+                    raise ReceiveError(
+                        f"{length} bytes of {self.path!r} at {offset} are not on the disk as they came: relay it again"
+                    )
+        self._feed(self.hashed, self.size - self.hashed, self.whole.update)
+        sha256 = self.whole.hexdigest()
+        # beside another file it would be believed, so an old one goes first and the new one comes last
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.path + SIDECAR)
         os.replace(self.temporary, self.path)
-        self.temporary = ""
-        directory = os.open(self.directory, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
+        sync_folder(self.directory)
+        os.close(self.fd)
+        return sha256
 
-    def _create(self) -> None:
+    def discard(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(self.temporary)
+        os.close(self.fd)
+
+    def _lock(self) -> None:
+        deadline = time.monotonic() + TAKEOVER_SECONDS
         while True:
-            temporary = os.path.join(self.directory, f".{self.name}.part-{secrets.token_hex(8)}")
-            self.fd = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            self.temporary = temporary
-            fcntl.flock(self.fd, fcntl.LOCK_EX)
-            if os.path.exists(temporary):
-                return
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self.fd = os.open(self.temporary, flags, 0o666)
+            try:
+                fcntl.lockf(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise ReceiveError(f"{self.path!r} is being written by a session that does not end") from None
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(lock_holder(self.fd), signal.SIGTERM)
+                os.close(self.fd)
+                time.sleep(0.05)
+                continue
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.stat(self.temporary), os.fstat(self.fd)):
+                    return
             # Another receiver took the file for a stale one before it was locked.
-            self.temporary = ""
             os.close(self.fd)
 
     def _reserve(self) -> None:
         """Take the space now: a full disk is found before the first byte, not after the last but one."""
+        os.ftruncate(self.fd, 0)
         room = os.statvfs(self.directory)
         free = room.f_bavail * room.f_frsize
         # Asked first, because a file system may fill itself up before it finds that it cannot.
@@ -107,94 +194,148 @@ class Part:
     def _remove_stale_parts(self) -> None:
         part_of_this = re.compile(re.escape(f".{self.name}.part-") + "[0-9a-f]{16}")
         for entry in os.listdir(self.directory):
-            if part_of_this.fullmatch(entry):
-                _unlink_if_unlocked(os.path.join(self.directory, entry))
+            path = os.path.join(self.directory, entry)
+            if part_of_this.fullmatch(entry) and path != self.temporary:
+                unlink_if_unlocked(path)
+
+    def _check_span(self, offset: int, length: int) -> None:
+        if offset < 0 or length < 0 or offset + length > self.size:
+            raise ReceiveError(f"{length} bytes at {offset} are not inside the {self.size} of {self.path!r}")
+
+    def _feed(self, offset: int, length: int, update: Callable[[memoryview], object]) -> None:
+        buffer = memoryview(bytearray(CHUNK))
+        while length:
+            count = os.preadv(self.fd, [buffer[:length]], offset)
+            if not count:
+                raise ReceiveError(f"{self.temporary!r} became shorter: relay it again")
+            update(buffer[:count])
+            offset, length = offset + count, length - count
+
+    def _write_sidecar(self, fields: dict[str, Any]) -> None:
+        partial = f"{self.temporary}.json"
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(fields, file, indent=2, sort_keys=True)
+            file.write("\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, self.path + SIDECAR)
 
 
-def _unlink_if_unlocked(path: str) -> None:
+def lock_holder(fd: int) -> int:
+    """The process that holds the lock on ``fd``; this one when none does."""
+    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
+    if kind == fcntl.F_UNLCK or pid in (0, -1, os.getpid()):
+        raise ProcessLookupError
+    return int(pid)
+
+
+def unlink_if_unlocked(path: str) -> None:
+    with contextlib.suppress(OSError):
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            if stat.S_ISREG(os.fstat(fd).st_mode):
+                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.unlink(path)
+        finally:
+            os.close(fd)
+
+
+def sync_folder(path: str) -> None:
+    directory = os.open(path, os.O_RDONLY)
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        return
-    try:
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-    except OSError:
-        pass
+        os.fsync(directory)
     finally:
-        os.close(fd)
+        os.close(directory)
 
 
-def receive(source: FileIO, replies: int) -> None:
-    """Receive one file from ``source``, answering on the descriptor ``replies``.
-
-    Raises :class:`ReceiveError` or :class:`OSError`; the temporary file is gone then.
-    """
-    header = _read_line(source)
-    with Part(str(header["path"]), int(header["size"])) as part:
-        _reply(replies, {"ok": True, "ready": True})
-        digest = _store(source, part)
-        if _read_line(source)["sha256"] != digest:
-            raise ReceiveError(f"{part.path!r} arrived with another sha256 than it was sent with: relay it again")
-        part.commit()
-    _reply(replies, {"ok": True, "bytes": part.size, "sha256": digest})
-
-
-def _store(source: FileIO, part: Part) -> str:
-    """Write ``part.size`` bytes of ``source`` and return their sha256 as hex."""
-    digest = hashlib.sha256()
-    buffer = memoryview(bytearray(PIPE_BYTES))
-    done = flushed = 0
-    while done < part.size:
-        count = source.readinto(buffer[: part.size - done])
-        if not count:
-            raise ReceiveError(f"the sender stopped after {done} of {part.size} bytes of {part.path!r}")
-        written = 0
-        while written < count:
-            written += os.write(part.fd, buffer[written:count])
-        digest.update(buffer[:count])
-        done += count
-        if done - flushed >= WRITEBACK_BYTES:
-            _start_writeback(part.fd, flushed, done - flushed)
-            flushed = done
-    return digest.hexdigest()
-
-
-def _start_writeback(fd: int, offset: int, length: int) -> None:
-    """Have the kernel write while the bytes still come, or the final fsync waits for the whole file at once."""
+def start_writeback(fd: int, offset: int, length: int) -> None:
+    """Have the kernel write while the bytes still come, or the fdatasync waits for the whole range at once."""
     start = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if start is not None:
         start(fd, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
 
 
-def _read_line(source: FileIO) -> dict[str, Any]:
-    line = source.readline(HEADER_BYTES)
-    if not line.endswith(b"\n"):
-        raise ReceiveError("the sender stopped before it confirmed the file")
-    fields: dict[str, Any] = json.loads(line)
-    return fields
+def fetch(part: Part, offset: int, length: int, url: str) -> str:
+    """Store the object behind a presigned URL; the URL is a secret and stands in no message."""
+    target = urllib.parse.urlsplit(url)
+    kind = http.client.HTTPSConnection if target.scheme == "https" else http.client.HTTPConnection
+    connection = kind(target.netloc, timeout=FETCH_SECONDS)
+    try:
+        connection.request("GET", f"{target.path}?{target.query}")
+        response = connection.getresponse()
+        if response.status != 200 or response.length != length:
+            said = response.read(1000).decode("utf-8", "replace") if response.status != 200 else f"{response.length}"
+            raise ReceiveError(
+                f"{target.netloc} answered {response.status} {response.reason} where {length} bytes were expected: "
+                f"{said}"
+            )
+        return part.write(offset, length, response.readinto)
+    except (http.client.HTTPException, OSError) as error:
+        raise ReceiveError(f"{target.netloc}: {type(error).__name__} {error}") from None
+    finally:
+        connection.close()
 
 
-def _reply(replies: int, fields: dict[str, Any]) -> None:
-    os.write(replies, json.dumps(fields).encode("ascii") + b"\n")
+def serve(source: FileIO, replies: int) -> None:
+    """Serve requests until the input ends. Raises :class:`ReceiveError` or :class:`OSError`; the part stays then."""
+    part: Part | None = None
+    while True:
+        line = source.readline(LONGEST_LINE)
+        if not line:
+            return
+        if not line.endswith(b"\n"):
+            raise ReceiveError("the sender stopped in the middle of a request")
+        request: dict[str, Any] = json.loads(line)
+        verb = request.pop("verb")
+        if verb == "open":
+            part = Part(**request)
+            committed = part.committed()
+            reply(replies, committed=committed, fresh=committed is None and part.open())
+        elif verb == "join":
+            part = Part(**request)
+            part.join()
+            reply(replies)
+        elif part is None:
+            raise ReceiveError(f"{verb!r} before anything was opened")
+        elif verb == "write":
+            reply(replies, sha256=part.write(request["offset"], request["length"], source.readinto))
+        elif verb == "fetch":
+            reply(replies, sha256=fetch(part, **request))
+        elif verb == "hash":
+            reply(replies, sha256=part.hash(**request))
+        elif verb == "commit":
+            reply(replies, sha256=part.commit(**request))
+            part = None
+        elif verb == "discard":
+            part.discard()
+            part = None
+            reply(replies)
+        else:
+            raise ReceiveError(f"{verb!r} is no request of this receiver")
 
 
-def _stop(signum: int, frame: object) -> None:
+def reply(replies: int, **fields: Any) -> None:
+    data = json.dumps({"ok": True, **fields}).encode("ascii") + b"\n"
+    while data:
+        data = data[os.write(replies, data) :]
+
+
+def stop(signum: int, frame: object) -> None:
     signal.signal(signum, signal.SIG_IGN)
     raise ReceiveError(f"the receiver was ended by signal {signum}")
 
 
 def main() -> int:
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(signum, _stop)
+        signal.signal(signum, stop)
     with contextlib.suppress(OSError):  # sshd may also give a socket, which has no such size
-        fcntl.fcntl(0, F_SETPIPE_SZ, PIPE_BYTES)
+        fcntl.fcntl(0, F_SETPIPE_SZ, CHUNK)
     try:
-        receive(FileIO(0), 1)
-    except (ReceiveError, OSError) as error:
-        with contextlib.suppress(BrokenPipeError):
-            _reply(1, {"ok": False, "message": str(error)})
+        serve(FileIO(0), 1)
+    except (ReceiveError, OSError, ValueError, TypeError, KeyError) as error:
+        with contextlib.suppress(OSError):
+            os.write(1, json.dumps({"ok": False, "message": str(error)}).encode("ascii") + b"\n")
         return 1
     return 0
 

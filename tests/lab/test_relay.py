@@ -3,12 +3,15 @@
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -18,8 +21,9 @@ from tasks import process
 from tasks.approvals import ApprovalStore
 from tasks.errors import Refused
 from tasks.inventory import Inventory, Location
+from tasks.journal import JournalError
 from tasks.lab import Lab
-from tasks.relay import FILE_BYTES, RelayResult, plan_relay, relay, relay_checkpoint
+from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay, relay_checkpoint
 from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
 
@@ -59,10 +63,11 @@ class Desk:
         *,
         progress: Progress | None = None,
         max_bytes: int = FILE_BYTES,
+        **options: Any,
     ) -> RelayResult:
         plan = plan_relay([source], "a test reads it", max_bytes=max_bytes)
         approval = None if plan is None else self.store.require(plan).read
-        return relay(self.connector, approval, source, destination, progress=progress)
+        return relay(self.connector, approval, source, destination, progress=progress, **options)
 
 
 @dataclass
@@ -75,14 +80,20 @@ class Way:
     source_file: Path
     destination_file: Path
 
-    def relay(self, progress: Progress | None = None) -> RelayResult:
-        return self.desk.relay(self.source, self.destination, progress=progress)
+    def relay(self, progress: Progress | None = None, **options: Any) -> RelayResult:
+        return self.desk.relay(self.source, self.destination, progress=progress, **options)
 
     def arrived(self) -> list[str]:
-        """Every name in the destination's directory once the receiver has gone."""
+        """Every name in the destination's directory but that of an unfinished file."""
         folder = self.destination_file.parent
-        wait_until(lambda: not folder.exists() or not any(".part-" in name for name in os.listdir(folder)))
-        return sorted(os.listdir(folder)) if folder.exists() else []
+        names = os.listdir(folder) if folder.exists() else []
+        return sorted(name for name in names if ".part-" not in name)
+
+    def whole(self) -> bool:
+        """Whether the file is there with its sidecar and equals the source."""
+        name = self.destination_file.name
+        arrived = self.arrived() == sorted([name, f"{name}.relay.json"])
+        return arrived and self.destination_file.read_bytes() == self.source_file.read_bytes()
 
 
 @pytest.fixture
@@ -122,11 +133,11 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
 
 
 def at_first_bytes(action: Callable[[], object]) -> Progress:
-    """A progress callback that acts once, when the gate has opened the source and its bytes begin to move."""
+    """A progress callback that acts once, when the first bytes have moved."""
     calls = []
 
     def progress(done: int, total: int) -> None:
-        if not calls:
+        if done and not calls:
             calls.append(done)
             action()
 
@@ -142,7 +153,10 @@ def test_file_arrives_whole_and_verified(way: Way) -> None:
     assert (result.bytes, result.identity.inode) == (len(content), way.source_file.stat().st_ino)
     assert result.mb_per_s == pytest.approx(len(content) / 1e6 / result.seconds)
     assert (seen[0][0], seen[-1]) == (0, (len(content), len(content)))
-    assert way.arrived() == [way.destination_file.name]
+    assert way.whole()
+    sidecar = json.loads(way.destination_file.with_name(f"{way.destination_file.name}.relay.json").read_text())
+    assert (sidecar["source"], sidecar["sha256"]) == (str(way.source), result.sha256)
+    assert (sidecar["selected"], sidecar["bytes"]) == ("all", len(content))
 
 
 def test_second_relay_replaces_the_first_under_the_same_approval(way: Way) -> None:
@@ -171,7 +185,8 @@ def test_checkpoint_brings_the_config_beside_it(desk: Desk, with_config: bool) -
     desk.approve(way.source, with_config=True)
     result = relay_checkpoint(desk.connector, desk.store.require(plan).read, way.source, way.destination)
     assert result.sha256 == hashlib.sha256(b"weights").hexdigest()
-    assert way.arrived() == (["config.json", "step_7.pt"] if with_config else ["step_7.pt"])
+    files = ["config.json", "step_7.pt"] if with_config else ["step_7.pt"]
+    assert [name for name in way.arrived() if not name.endswith(".relay.json")] == files
 
 
 def test_plan_of_several_files_covers_each_of_them(desk: Desk) -> None:
@@ -331,29 +346,93 @@ def ssh_children(pid: int, host: str) -> list[int]:
 
 
 @pytest.mark.parametrize("host", ["kpro6", "ct129"])
-def test_killed_ssh_is_an_error_and_a_second_try_works(way: Way, host: str) -> None:
+def test_killed_ssh_costs_only_what_was_on_its_way(way: Way, host: str) -> None:
     def kill() -> None:
         (child,) = ssh_children(os.getpid(), host)
         os.kill(child, signal.SIGKILL)
 
-    with pytest.raises(DFlashError, match=rf"{host}.*(signal 9|status -9)") as error:
-        way.relay(at_first_bytes(kill))
-    assert "\n" not in str(error.value)
-    assert way.arrived() == []
-    way.relay()
-    assert way.arrived() == [way.destination_file.name]
+    notices: list[str] = []
+    result = way.relay(at_first_bytes(kill), notice=notices.append)
+    assert way.whole()
+    assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
+    assert len(notices) == 1
+    assert re.search(rf"{host}.*(signal 9|status -9).*trying again", notices[0])
 
 
 @pytest.mark.parametrize("host", ["kpro6", "ct129"])
-def test_crashed_sshd_is_an_error_and_a_second_try_works(way: Way, host: str) -> None:
+def test_crashed_sshd_that_comes_back_is_waited_for(way: Way, host: str) -> None:
+    def crash() -> None:
+        way.desk.lab.kill_sshd(host)
+        threading.Timer(1.0, way.desk.lab.restart_sshd, [host]).start()
+
+    way.relay(at_first_bytes(crash))
+    assert way.whole()
+
+
+def test_host_that_does_not_come_back_ends_the_relay_and_the_next_one_moves_the_rest(way: Way) -> None:
+    """Ranges that were confirmed before the crash do not move again."""
+    parts = Settings(range_bytes=IN_FLIGHT // 12, patience=0.5)
+
+    def crash_late(done: int, total: int) -> None:
+        if done > total * 0.8:
+            way.desk.lab.kill_sshd("ct129")
+
     try:
-        with pytest.raises(DFlashError, match=host):
-            way.relay(at_first_bytes(lambda: way.desk.lab.kill_sshd(host)))
+        with pytest.raises(DFlashError, match="ct129"):
+            way.relay(crash_late, settings=parts)
+        assert way.arrived() == []
     finally:
-        way.desk.lab.restart_sshd(host)
+        way.desk.lab.restart_sshd("ct129")
+    result = way.relay(settings=parts)
+    assert way.whole()
+    assert 0 < result.moved < IN_FLIGHT // 2
+    assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
+
+
+def test_rewritten_source_begins_anew_after_a_broken_relay(way: Way) -> None:
+    parts = Settings(range_bytes=IN_FLIGHT // 12, patience=0.5)
+    with pytest.raises(ZeroDivisionError):
+        way.relay(lambda done, total: done > total * 0.8 and 1 // 0, settings=parts)
+    way.source_file.write_bytes(os.urandom(IN_FLIGHT))
+    way.desk.approve(way.source, max_bytes=FILE_BYTES - 1)
+    result = way.desk.relay(way.source, way.destination, settings=parts, max_bytes=FILE_BYTES - 1)
+    assert result.moved == IN_FLIGHT
+    assert way.whole()
+
+
+def test_several_streams_bring_the_same_file(way: Way) -> None:
+    result = way.relay(settings=Settings(streams=2, range_bytes=IN_FLIGHT // 7, reread=True))
+    assert (way.whole(), result.streams) == (True, 2)
+    assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
+
+
+def test_bytes_that_changed_on_the_destinations_disk_are_found_by_reading_again(way: Way) -> None:
+    parts = Settings(range_bytes=IN_FLIGHT // 12, reread=True)
+
+    def spoil(done: int, total: int) -> None:
+        if done > total // 2:
+            (part,) = (path for path in way.destination_file.parent.iterdir() if ".part-" in path.name)
+            with part.open("r+b") as file:
+                file.write(b"spoilt")
+
+    with pytest.raises(ReceiverError, match=r"at 0 are not on the disk as they came: relay it again"):
+        way.relay(spoil, settings=parts)
     assert way.arrived() == []
-    way.relay()
-    assert way.arrived() == [way.destination_file.name]
+    way.relay(settings=parts)
+    assert way.whole()
+
+
+def test_two_relays_of_one_file_at_once_are_one(way: Way) -> None:
+    refused: list[str] = []
+
+    def another() -> None:
+        with pytest.raises(JournalError, match=r"is on its way to .* already") as error:
+            way.relay()
+        refused.append(str(error.value))
+
+    way.relay(at_first_bytes(another))
+    assert len(refused) == 1
+    assert way.whole()
 
 
 @pytest.mark.parametrize("host", ["kpro6", "ct129"])
@@ -404,6 +483,7 @@ def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, sig
     running = command(way)
     folder = way.destination_file.parent
     wait_until(lambda: folder.exists() and any(".part-" in name for name in os.listdir(folder)))
+    wait_until(lambda: len(ssh_children(running.pid, "kpro6") + ssh_children(running.pid, "ct129")) == 2)
     children = ssh_children(running.pid, "kpro6") + ssh_children(running.pid, "ct129")
     assert len(children) == 2
     running.send_signal(signum)
@@ -419,7 +499,7 @@ def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, sig
     assert (result["bytes"], way.destination_file.stat().st_size) == (size, size)
     assert result["sha256"] == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
     assert int(said.split()[-1]) < 150 * 1024  # KiB at the peak
-    assert way.arrived() == [way.destination_file.name]
+    assert way.whole()
 
 
 def test_plan_shows_what_is_asked_and_touches_nothing(desk: Desk) -> None:

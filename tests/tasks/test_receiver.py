@@ -5,7 +5,10 @@ import json
 import os
 import shutil
 import signal
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +19,9 @@ from tasks.process import PIPE, Popen
 from tasks.transfer import receiver_argv
 
 CONTENT = bytes(range(256)) * 5000
+DIGEST = hashlib.sha256(CONTENT).hexdigest()
+FIRST, SECOND = "0" * 16, "1" * 16
+WHOLE = ["file", "file.relay.json"]
 
 
 class Destination:
@@ -35,9 +41,22 @@ class Destination:
         fields: dict[str, Any] = json.loads(self.process.stdout.readline())
         return fields
 
-    def begin(self, name: str = "file", size: int = len(CONTENT)) -> None:
-        self.send({"path": str(self.directory / name), "size": size})
-        assert self.reply() == {"ok": True, "ready": True}
+    def open(self, name: str | Path = "file", size: int = len(CONTENT), transfer: str = FIRST) -> dict[str, Any]:
+        path = str(self.directory / name) if name != "relative" else "relative"
+        self.send({"verb": "open", "path": path, "size": size, "transfer": transfer})
+        return self.reply()
+
+    def begin(self, name: str = "file", size: int = len(CONTENT), transfer: str = FIRST) -> None:
+        assert self.open(name, size, transfer) == {"ok": True, "committed": None, "fresh": True}
+
+    def write(self, content: bytes, offset: int = 0) -> dict[str, Any]:
+        self.send({"verb": "write", "offset": offset, "length": len(content)})
+        self.send(content)
+        return self.reply()
+
+    def commit(self, ranges: list[list[Any]] | None = None, *, reread: bool = False) -> dict[str, Any]:
+        self.send({"verb": "commit", "ranges": ranges or [], "reread": reread, "sidecar": {"source": "a test"}})
+        return self.reply()
 
     def end(self) -> tuple[int, str]:
         """Close stdin and return exit code and stderr."""
@@ -74,49 +93,129 @@ def destination(tmp_path: Path) -> Iterator[Open]:
 def test_whole_file_is_verified_and_renamed(destination: Open) -> None:
     there = destination()
     there.begin()
-    there.send(CONTENT)
-    digest = hashlib.sha256(CONTENT).hexdigest()
-    there.send({"sha256": digest})
-    assert there.reply() == {"ok": True, "bytes": len(CONTENT), "sha256": digest}
+    assert there.write(CONTENT) == {"ok": True, "sha256": DIGEST}
+    assert there.names() == [f".file.part-{FIRST}"]
+    assert there.commit() == {"ok": True, "sha256": DIGEST}
     assert there.end() == (0, "")
-    assert there.names() == ["file"]
+    assert there.names() == WHOLE
     assert (there.directory / "file").read_bytes() == CONTENT
+    sidecar = json.loads((there.directory / "file.relay.json").read_text())
+    assert sidecar == {"source": "a test", "transfer": FIRST, "bytes": len(CONTENT), "sha256": DIGEST}
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])
+def test_ranges_may_come_in_any_order_and_through_several_sessions(destination: Open, order: tuple[int, ...]) -> None:
+    first, second = destination(), destination()
+    first.begin()
+    second.send({"verb": "join", "path": str(second.directory / "file"), "size": len(CONTENT), "transfer": FIRST})
+    assert second.reply() == {"ok": True}
+    third = len(CONTENT) // 3 + 1
+    ranges = []
+    for number, there in zip(order, (first, second, first), strict=True):
+        offset, content = number * third, CONTENT[number * third : (number + 1) * third]
+        digest = there.write(content, offset)["sha256"]
+        assert digest == hashlib.sha256(content).hexdigest()
+        ranges.append([offset, len(content), digest])
+    assert first.commit(ranges, reread=True) == {"ok": True, "sha256": DIGEST}
+    assert (first.directory / "file").read_bytes() == CONTENT
 
 
 def test_existing_file_stays_until_the_new_one_is_whole(destination: Open) -> None:
     there = destination()
     (there.directory / "file").write_bytes(b"old")
     there.begin()
-    there.send(CONTENT)
+    there.write(CONTENT)
     assert (there.directory / "file").read_bytes() == b"old"
-    there.send({"sha256": hashlib.sha256(CONTENT).hexdigest()})
-    assert there.reply()["ok"]
+    assert there.commit()["ok"]
     assert (there.directory / "file").read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize("end", ["kill", "eof", "terminate"])
+def test_same_transfer_goes_on_with_what_arrived(destination: Open, end: str) -> None:
+    first = destination()
+    first.begin()
+    half = len(CONTENT) // 2
+    first.write(CONTENT[:half])
+    first.send({"verb": "write", "offset": half, "length": half})
+    first.send(CONTENT[half : half + 1000])
+    if end == "eof":
+        assert first.end() == (1, "")
+        assert f"stopped after 1000 of {half} bytes at {half}" in first.reply()["message"]
+    else:
+        getattr(first.process, end)()
+        first.process.wait()
+    second = destination()
+    assert second.open()["fresh"] is False
+    second.send({"verb": "hash", "offset": 0, "length": half})
+    assert second.reply()["sha256"] == hashlib.sha256(CONTENT[:half]).hexdigest()
+    second.write(CONTENT[half:], half)
+    assert second.commit()["sha256"] == DIGEST
+    assert (second.directory / "file").read_bytes() == CONTENT
+
+
+def test_session_lost_behind_a_dead_link_is_taken_over(destination: Open) -> None:
+    lost, second = destination(), destination()
+    lost.begin()
+    lost.write(CONTENT[:1000])
+    assert second.open() == {"ok": True, "committed": None, "fresh": False}
+    assert lost.process.wait(20) == 1
+    second.write(CONTENT[1000:], 1000)
+    assert second.commit()["sha256"] == DIGEST
+
+
+def test_finished_transfer_whose_answer_was_lost_is_known(destination: Open) -> None:
+    first = destination()
+    first.begin()
+    first.write(CONTENT)
+    assert first.commit()["ok"]
+    assert destination().open() == {"ok": True, "committed": DIGEST, "fresh": False}
+    assert destination().open(transfer=SECOND)["fresh"] is True
+
+
+def test_range_that_changed_on_the_disk_is_found_by_reading_again(destination: Open) -> None:
+    there = destination()
+    there.begin()
+    there.write(CONTENT)
+    with (there.directory / f".file.part-{FIRST}").open("r+b") as file:
+        file.seek(7)
+        file.write(b"\xff")
+    assert "are not on the disk as they came" in there.commit([[0, len(CONTENT), DIGEST]], reread=True)["message"]
+    assert there.end() == (1, "")
+    assert there.names() == [f".file.part-{FIRST}"]
 
 
 @pytest.mark.parametrize(
     ("sent", "message"),
     [
-        (CONTENT[:-1], "the sender stopped after 1279999 of 1280000 bytes"),
-        (CONTENT, "the sender stopped before it confirmed the file"),
-        (CONTENT + b'{"sha256": "00"}\n', "arrived with another sha256 than it was sent with"),
-        (CONTENT + b'{"sha256": "00"', "the sender stopped before it confirmed the file"),
+        (b'{"verb": "write", "offset": 0, "length": 1280001}\n', "1280001 bytes at 0 are not inside the 1280000"),
+        (b'{"verb": "write", "offset": -1, "length": 1}\n', "1 bytes at -1 are not inside"),
+        (b'{"verb": "commit"', "the sender stopped in the middle of a request"),
+        (b'{"verb": "erase"}\n', "'erase' is no request"),
+        (b"[]\n", "cannot be interpreted"),
     ],
 )
-def test_anything_but_a_whole_confirmed_file_leaves_no_trace(destination: Open, sent: bytes, message: str) -> None:
+def test_request_that_cannot_be_is_refused(destination: Open, sent: bytes, message: str) -> None:
     there = destination()
     there.begin()
     there.send(sent)
     assert there.end() == (1, "")
     assert message in there.reply()["message"]
+    assert there.names() == [f".file.part-{FIRST}"]
+
+
+def test_discarded_transfer_leaves_no_trace(destination: Open) -> None:
+    there = destination()
+    there.begin()
+    there.write(CONTENT[:1000])
+    there.send({"verb": "discard"})
+    assert there.reply() == {"ok": True}
     assert there.names() == []
 
 
 def test_full_disk_is_found_before_the_first_byte(destination: Open) -> None:
     there = destination()
     size = 4 * shutil.disk_usage(there.directory).total
-    there.send({"path": str(there.directory / "file"), "size": size})
-    message = there.reply()["message"]
+    message = there.open(size=size)["message"]
     assert f"{size} bytes needed" in message
     assert "free" in message
     assert there.end() == (1, "")
@@ -126,8 +225,7 @@ def test_full_disk_is_found_before_the_first_byte(destination: Open) -> None:
 def test_directory_as_destination_is_refused(destination: Open) -> None:
     there = destination()
     (there.directory / "file").mkdir()
-    there.send({"path": str(there.directory / "file"), "size": 1})
-    assert "is a directory: give the file's full name" in there.reply()["message"]
+    assert "is a directory: give the file's full name" in there.open()["message"]
     assert there.end() == (1, "")
 
 
@@ -136,56 +234,47 @@ def test_device_or_pipe_as_destination_is_refused(destination: Open, tmp_path: P
     (tmp_path / "null").symlink_to("/dev/null")
     for name in ("pipe", "null"):
         there = destination()
-        there.send({"path": str(tmp_path / name), "size": 1})
-        assert "is a device, a pipe or a socket" in there.reply()["message"]
+        assert "is a device, a pipe or a socket" in there.open(name)["message"]
         assert there.end()[0] == 1
     assert there.names() == ["null", "pipe"]
 
 
 def test_relative_destination_is_refused(destination: Open) -> None:
     there = destination()
-    there.send({"path": "file", "size": 1})
-    assert "not the absolute path" in there.reply()["message"]
+    assert "not the absolute path" in there.open("relative")["message"]
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_signalled_receiver_leaves_no_trace(destination: Open, signum: signal.Signals) -> None:
+def test_signalled_receiver_says_so(destination: Open, signum: signal.Signals) -> None:
     there = destination()
     there.begin()
-    there.send(CONTENT[:1000])
     there.process.send_signal(signum)
     assert f"ended by signal {signum.value}" in there.reply()["message"]
     assert there.process.wait() == 1
-    assert there.names() == []
+    assert there.names() == [f".file.part-{FIRST}"]
 
 
-def test_part_of_a_killed_receiver_is_removed_by_the_next(destination: Open) -> None:
+def test_part_of_a_dead_transfer_is_removed_by_the_next(destination: Open) -> None:
     first = destination()
     first.begin()
-    first.send(CONTENT[:1000])
     first.process.kill()
     first.process.wait()
-    (left,) = first.names()
-    assert left.startswith(".file.part-")
-
+    assert first.names() == [f".file.part-{FIRST}"]
     second = destination()
-    second.begin()
-    (new,) = second.names()
-    assert new != left
+    second.begin(transfer=SECOND)
+    assert second.names() == [f".file.part-{SECOND}"]
 
 
-def test_part_of_a_receiver_at_work_is_left_alone(destination: Open) -> None:
+def test_part_of_a_transfer_at_work_is_left_alone(destination: Open) -> None:
     first, second = destination(), destination()
     first.begin()
-    second.begin()
+    second.begin(transfer=SECOND)
     assert len(first.names()) == 2
-    digest = hashlib.sha256(CONTENT).hexdigest()
     for there in (first, second):
-        there.send(CONTENT)
-        there.send({"sha256": digest})
-        assert there.reply()["ok"]
+        there.write(CONTENT)
+        assert there.commit()["ok"]
         assert there.end() == (0, "")
-    assert first.names() == ["file"]
+    assert first.names() == WHOLE
     assert (first.directory / "file").read_bytes() == CONTENT
 
 
@@ -196,6 +285,54 @@ def test_only_parts_of_the_same_name_are_removed(destination: Open) -> None:
         (there.directory / name).touch()
     (there.directory / ".file.part-0123456789abcdef").touch()
     there.begin(size=0)
-    there.send({"sha256": hashlib.sha256().hexdigest()})
-    assert there.reply()["ok"]
-    assert there.names() == sorted([*others, "file"])
+    assert there.commit()["ok"]
+    assert there.names() == sorted([*others, *WHOLE])
+
+
+class _Objects(BaseHTTPRequestHandler):
+    """An object store of one object."""
+
+    status = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.status if self.path == "/bucket/key?signature=s3cret" else 403)
+        self.send_header("Content-Length", str(len(CONTENT)))
+        self.end_headers()
+        with suppress(OSError):
+            self.wfile.write(CONTENT)
+
+    def log_message(self, *_: object) -> None: ...
+
+
+@pytest.fixture
+def store() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Objects)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}/bucket/key"
+    server.shutdown()
+    server.server_close()
+
+
+def test_range_can_come_from_a_presigned_url(destination: Open, store: str) -> None:
+    there = destination()
+    there.begin()
+    url = f"{store}?signature=s3cret"
+    there.send({"verb": "fetch", "offset": 0, "length": len(CONTENT), "url": url})
+    assert there.reply() == {"ok": True, "sha256": DIGEST}
+    assert there.commit()["sha256"] == DIGEST
+
+
+def test_presigned_url_that_is_refused_is_not_told(destination: Open, store: str) -> None:
+    there = destination()
+    there.begin()
+    there.send({"verb": "fetch", "offset": 0, "length": len(CONTENT), "url": f"{store}?signature=expired"})
+    message = there.reply()["message"]
+    assert "answered 403 Forbidden" in message
+    assert "expired" not in message
+
+
+def test_object_of_another_length_is_refused(destination: Open, store: str) -> None:
+    there = destination()
+    there.begin(size=10)
+    there.send({"verb": "fetch", "offset": 0, "length": 10, "url": f"{store}?signature=s3cret"})
+    assert "10 bytes were expected: 1280000" in there.reply()["message"]

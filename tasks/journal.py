@@ -1,0 +1,177 @@
+"""What of a transfer has arrived, on the operator's disk, so that a later one moves only what is missing.
+
+One file a (source, destination, selection). It names one state of the source; another state begins anew, under another
+``transfer`` id, so that bytes of two states never meet in one file.
+"""
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from tasks.state import state_dir
+from tasks.transfer import TransferError
+
+VERSION = 1
+
+Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
+
+
+class JournalError(TransferError):
+    """The journal cannot be read or written, or another relay of the same file is running."""
+
+
+class Span(BaseModel):
+    """One range of the destination; ``sha256`` once it was sent, ``stored`` once the destination has it on its disk."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    offset: int = Field(ge=0)
+    length: int = Field(ge=0)
+    sha256: Sha256 | None = None
+    stored: bool = False
+
+
+class _Content(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    version: int
+    source: str
+    destination: str
+    identity: str
+    transfer: str = Field(pattern=r"\A[0-9a-f]{16}\z")
+    size: int = Field(ge=0)
+    spans: list[Span]
+
+
+class Journal:
+    """One transfer; safe for the threads of one process, and held by one process at a time (:func:`opened`)."""
+
+    def __init__(self, file: Path, content: _Content) -> None:
+        self._file, self._content, self._lock = file, content, threading.Lock()
+
+    @property
+    def transfer(self) -> str:
+        """Random, of this machine alone, the same as long as the transfer can be gone on with."""
+        return self._content.transfer
+
+    @property
+    def size(self) -> int:
+        return self._content.size
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        return tuple(self._content.spans)
+
+    def begin_anew(self) -> None:
+        """Forget every range: the destination has nothing of them any more."""
+        with self._lock:
+            for span in self._content.spans:
+                span.sha256, span.stored = None, False
+            self._save()
+
+    def sent(self, span: Span, sha256: str) -> None:
+        """Note what went out, before the destination confirms it."""
+        with self._lock:
+            span.sha256 = sha256
+            self._save()
+
+    def stored(self, span: Span) -> None:
+        """Note that the destination has ``span`` on its disk with the sha256 it was sent with."""
+        with self._lock:
+            span.stored = True
+            self._save()
+
+    def lost(self, span: Span) -> None:
+        """Note that the destination holds something else at ``span``."""
+        with self._lock:
+            span.sha256, span.stored = None, False
+            self._save()
+
+    def remove(self) -> None:
+        """The file has arrived; nothing can be gone on with."""
+        self._file.unlink(missing_ok=True)
+
+    def _save(self) -> None:
+        partial = self._file.with_suffix(".part")
+        try:
+            with open(partial, "w", encoding="utf-8") as file:
+                file.write(self._content.model_dump_json())
+                file.flush()
+                os.fsync(file.fileno())
+            partial.replace(self._file)
+        except OSError as error:
+            raise _unusable(self._file, error) from None
+
+
+@contextmanager
+def opened(
+    source: str, destination: str, identity: str, spans: Sequence[tuple[int, int]], *, folder: Path | None = None
+) -> Iterator[Journal]:
+    """The journal of ``source`` in the state ``identity`` going to ``destination`` in ``spans`` (offset, length).
+
+    One that an earlier transfer of the same state left is taken up, with its own spans. :class:`JournalError` when
+    another process has it open, or when it cannot be read or written.
+    """
+    place = folder or state_dir() / "relays"
+    name = hashlib.sha256(json.dumps([source, destination]).encode()).hexdigest()[:32]
+    file = place / f"{name}.json"
+    try:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = os.open(place / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise _unusable(place, error) from None
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise JournalError(
+                f"{source} is on its way to {destination} already; wait for that relay or end it"
+            ) from None
+        content = _read(file)
+        size = sum(length for _, length in spans)
+        if content is None or (content.identity, content.size) != (identity, size):
+            content = _Content(
+                version=VERSION,
+                source=source,
+                destination=destination,
+                identity=identity,
+                transfer=secrets.token_hex(8),
+                size=size,
+                spans=[Span(offset=offset, length=length) for offset, length in spans],
+            )
+        journal = Journal(file, content)
+        journal._save()
+        yield journal
+    finally:
+        os.close(lock)
+
+
+def _read(file: Path) -> _Content | None:
+    """What is in ``file``; a journal that cannot be believed is none: everything moves again then."""
+    try:
+        content = _Content.model_validate_json(file.read_bytes())
+    except (FileNotFoundError, ValidationError):
+        return None
+    except OSError as error:
+        raise _unusable(file, error) from None
+    at = 0
+    for span in content.spans:
+        if span.offset != at or (span.stored and span.sha256 is None):
+            return None
+        at += span.length
+    return content if content.version == VERSION and at == content.size else None
+
+
+def _unusable(path: Path, error: OSError) -> JournalError:
+    return JournalError(
+        f"journal {path}: {error.strerror}; make room and make it writable, or name another $DFLASH_STATE"
+    )

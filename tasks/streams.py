@@ -1,0 +1,272 @@
+"""The ranges of one file over several pairs of sessions at once, until the destination has them all.
+
+A stream is one session with the source's gate, one receiver on the destination and the pump between them; it takes one
+range after the other. The first stream holds the transfer open and gives the file its name; the others join it. A lost
+link costs the range that was on it: the stream connects anew and goes on, as long as something moved within
+``patience`` seconds. Everything else ends the transfer, and the journal keeps what arrived.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from dflash.errors import DFlashError
+from tasks.channel import GateError, RequestFailed
+from tasks.errors import Refused
+from tasks.gate import GateSession
+from tasks.journal import Journal, Span
+from tasks.ssh import ConnectionFailed
+from tasks.transfer import Moved, Pace, Progress, Receiver, ReceiverLostError, SinkClosedError, TransferError
+
+PATIENCE_SECONDS = 120.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+PROGRESS_SECONDS = 0.1
+BUSY = "sessions are open on this host already"
+
+T = TypeVar("T")
+
+
+class Content(Protocol):
+    """What is sent: a file, or what was selected of one, as consecutive ranges of the destination."""
+
+    @property
+    def size(self) -> int: ...
+
+    def send(self, session: GateSession, offset: int, length: int, sink: int, moved: Moved) -> str:
+        """Send a range into ``sink`` and return its sha256."""
+
+    def check_unchanged(self, session: GateSession) -> None:
+        """Raise unless the source is still what the journal calls it."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """How a stream gets its two sessions; each ends with its ``with`` block."""
+
+    session: Callable[[], AbstractContextManager[GateSession]]
+    receiver: Callable[[], AbstractContextManager[Receiver]]
+
+
+class _Stopped(Exception):
+    """Another stream failed, or the operator interrupted; there is nothing to say about this one."""
+
+
+@dataclass
+class Transfer:
+    """One file on its way to ``path``; :meth:`run` returns the sha256 that the destination took of it."""
+
+    content: Content
+    journal: Journal
+    ends: Ends
+    path: str
+    sidecar: dict[str, Any]
+    streams: int = 1
+    pace: Pace = field(default_factory=lambda: Pace(0))
+    progress: Progress | None = None
+    notice: Callable[[str], None] | None = None
+    """Told in a sentence when a link was lost and is tried again."""
+    reread: bool = False
+    patience: float = PATIENCE_SECONDS
+
+    def __post_init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: deque[Span] = deque()
+        self._failure: DFlashError | None = None
+        self._helpers: list[threading.Thread] = []
+        self._under_way: set[GateSession | Receiver] = set()
+        self._stopping = threading.Event()
+        self._moved_bytes = self._reported = 0.0
+        self._last_moved = time.monotonic()
+
+    def run(self) -> str:
+        try:
+            return self._persistently(self._lead)
+        finally:
+            self._stop()
+
+    # --- the first stream
+
+    def _lead(self) -> str:
+        with self.ends.session() as session, self.ends.receiver() as receiver:
+            with self._abortable(session, receiver):
+                committed = self._open_transfer(receiver)
+                if committed is not None:
+                    return committed
+                if not self._helpers:
+                    self._start_helpers()
+                self._move(session, receiver)
+                while self._helpers_at_work() or self._waiting:
+                    self._move(session, receiver)
+                    time.sleep(0.02)
+                self._raise_failure()
+                self._report(force=True)
+                self.content.check_unchanged(session)
+            return self._commit(receiver)
+
+    def _open_transfer(self, receiver: Receiver) -> str | None:
+        """Reserve the space, or find out what is there of an earlier try; the sha256 when all of it was finished."""
+        opened = receiver.open(self.path, self.content.size, self.journal.transfer)
+        if opened.committed is not None:
+            return opened.committed
+        if opened.fresh and self._helpers_at_work():
+            raise TransferError(f"{self.path}: what had arrived was removed there meanwhile; relay it again")
+        if opened.fresh:
+            self.journal.begin_anew()
+        for span in self.journal.spans:
+            if span.sha256 is not None and not span.stored:
+                # it went out whole, and the confirmation was lost with the link
+                if receiver.hash(span.offset, span.length) == span.sha256:
+                    self.journal.stored(span)
+                else:
+                    self.journal.lost(span)
+        if not self._helpers_at_work():
+            self._waiting = deque(span for span in self.journal.spans if not span.stored)
+            self._moved_bytes = sum(span.length for span in self.journal.spans if span.stored)
+            self._report(force=True)
+        return None
+
+    def _commit(self, receiver: Receiver) -> str:
+        ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
+        try:
+            sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread)
+        except TransferError as error:
+            if self.reread and not isinstance(error, ReceiverLostError):
+                self.journal.begin_anew()
+            raise
+        self.journal.remove()
+        return sha256
+
+    # --- the others
+
+    def _start_helpers(self) -> None:
+        wanted = min(self.streams, len(self._waiting)) - 1
+        for number in range(wanted):
+            thread = threading.Thread(target=self._help, name=f"stream {number + 2}", daemon=True)
+            self._helpers.append(thread)
+            thread.start()
+
+    def _help(self) -> None:
+        try:
+            self._persistently(self._join)
+        except _Stopped:
+            pass
+        except DFlashError as error:
+            if not _is_lost_link(error):
+                self._fail(error)
+
+    def _join(self) -> None:
+        with self.ends.session() as session, self.ends.receiver() as receiver, self._abortable(session, receiver):
+            receiver.join(self.path, self.content.size, self.journal.transfer)
+            self._move(session, receiver)
+
+    def _helpers_at_work(self) -> bool:
+        return any(thread.is_alive() for thread in self._helpers)
+
+    # --- every stream
+
+    def _move(self, session: GateSession, receiver: Receiver) -> None:
+        """Take range after range until none waits."""
+        while (span := self._next()) is not None:
+            try:
+                self._move_one(session, receiver, span)
+            except BaseException:
+                self._give_back(span)
+                raise
+
+    def _move_one(self, session: GateSession, receiver: Receiver, span: Span) -> None:
+        receiver.begin(span.offset, span.length)
+        try:
+            sha256 = self.content.send(session, span.offset, span.length, receiver.sink, self._on_moved)
+        except SinkClosedError:
+            raise receiver.failure() from None
+        self.journal.sent(span, sha256)
+        stored = receiver.stored()
+        if stored != sha256:
+            self.journal.lost(span)
+            raise TransferError(
+                f"{self.path}: {span.length} bytes at {span.offset} were sent with sha256 {sha256[:16]}… and stored "
+                f"with {stored[:16]}…: they were changed on the way; relay it again"
+            )
+        self.journal.stored(span)
+
+    def _next(self) -> Span | None:
+        with self._lock:
+            self._raise_failure()
+            return self._waiting.popleft() if self._waiting else None
+
+    def _give_back(self, span: Span) -> None:
+        with self._lock:
+            if not span.stored:
+                self._waiting.appendleft(span)
+
+    def _on_moved(self, count: int) -> None:
+        if self._stopping.is_set():
+            raise _Stopped
+        self._raise_failure()
+        self._last_moved = time.monotonic()
+        with self._lock:
+            self._moved_bytes += count
+            self._report()
+        self.pace(count)
+
+    def _report(self, *, force: bool = False) -> None:
+        now = time.monotonic()
+        if self.progress is not None and (force or now - self._reported >= PROGRESS_SECONDS):
+            self._reported = now
+            # what a lost link made move twice is not more than all
+            self.progress(min(int(self._moved_bytes), self.content.size), self.content.size)
+
+    def _persistently(self, attempt: Callable[[], T]) -> T:
+        """Repeat ``attempt`` over lost links while something moved within the patience."""
+        pause = FIRST_PAUSE
+        while True:
+            begun = time.monotonic()
+            try:
+                return attempt()
+            except DFlashError as error:
+                if self._stopping.is_set():
+                    raise _Stopped from None
+                if not _is_lost_link(error) or time.monotonic() - self._last_moved > self.patience:
+                    raise
+                if self.notice is not None:
+                    self.notice(f"{error}; trying again")
+            pause = FIRST_PAUSE if self._last_moved > begun else min(2 * pause, LONGEST_PAUSE)
+            if self._stopping.wait(pause):
+                raise _Stopped
+
+    @contextmanager
+    def _abortable(self, *ends: GateSession | Receiver) -> Iterator[None]:
+        self._under_way.update(ends)
+        try:
+            yield
+        finally:
+            self._under_way.difference_update(ends)
+
+    def _fail(self, error: DFlashError) -> None:
+        with self._lock:
+            self._failure = self._failure or error
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def _stop(self) -> None:
+        self._stopping.set()
+        for end in list(self._under_way):
+            end.abort()
+        for thread in self._helpers:
+            thread.join(10.0)
+
+
+def _is_lost_link(error: DFlashError) -> bool:
+    """Whether only the connection failed, so that another one can go on."""
+    if isinstance(error, RequestFailed):
+        return False
+    if isinstance(error, Refused):
+        # what a lost session leaves is counted by the host until its sshd notices
+        return BUSY in str(error)
+    return isinstance(error, GateError | ConnectionFailed | ReceiverLostError)
