@@ -57,19 +57,14 @@ def open_channel(
     :raises Refused: a protected host without an approval, an approval of something else or a spent one, or the host's
         sshd or gate refused.
     """
-    if approval is not None:
-        _check_it_is_for(approval, host, action)
-        connector.store.consume(approval)
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the channel closes it
     try:
         if approval is None:
             process = connector.start(host, login_argv, stdin=PIPE, stdout=PIPE, stderr=stderr)
         else:
-            process = connector.start_gate(approval, host, stdin=PIPE, stdout=PIPE, stderr=stderr)
-    except BaseException as error:
+            process = _start_gate(connector, host, approval, action, stderr)
+    except BaseException:
         stderr.close()
-        if approval is not None:
-            _record(connector, "end", host, approval, outcome=_named(error), bytes=0)
         raise
     channel = Channel(connector, host, approval, process, stderr)
     with channel.ending_on_error():
@@ -79,6 +74,29 @@ def open_channel(
             channel.send(second_line(approval.second_person, approval.second_signature))
         channel.reply()
     return channel
+
+
+@contextmanager
+def recording_refusals(connector: Connector, host: Host, approval: Approval) -> Iterator[None]:
+    """Have a refusal that leaves the block enter the audit log as one of ``approval``."""
+    try:
+        yield
+    except Refused as refusal:
+        _record(connector, "refusal", host, approval, message=str(refusal))
+        raise
+
+
+def _start_gate(
+    connector: Connector, host: Host, approval: Approval, action: Action | None, stderr: IO[bytes]
+) -> Popen[bytes]:
+    with recording_refusals(connector, host, approval):
+        _check_it_is_for(approval, host, action)
+        connector.store.consume(approval)
+        try:
+            return connector.start_gate(approval, host, stdin=PIPE, stdout=PIPE, stderr=stderr)
+        except BaseException as error:
+            _record(connector, "end", host, approval, outcome=_named(error), bytes=0)
+            raise
 
 
 def _check_it_is_for(approval: Approval, host: Host, action: Action | None) -> None:
@@ -212,6 +230,11 @@ class Channel:
             self._stdin.close()
         return self._wait(CLOSING_SECONDS)
 
+    def abort(self) -> None:
+        """End the process from another thread, so that whoever waits for it goes on and finds out."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+
     def end(self, outcome: str) -> None:
         """End the process, if it still runs, and record ``outcome``; a second call does nothing."""
         if self._ended:
@@ -235,6 +258,8 @@ class Channel:
         except spare:
             raise
         except BaseException as error:
+            if isinstance(error, Refused) and self.approval is not None and not self._ended:
+                _record(self.connector, "refusal", self.host, self.approval, message=str(error))
             self.end(_named(error))
             raise
 
@@ -264,7 +289,6 @@ class Channel:
         message = f"{self.host.name} refused: {said(why) or 'no word why'}"
         if self.approval is None:
             return Refused(message)
-        _record(self.connector, "refusal", self.host, self.approval, message=message)
         if spent:
             self.connector.store.retire(self.approval.id, message)
         return Refused(message, request_id=self.approval.id)

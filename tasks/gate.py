@@ -11,7 +11,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from tasks.actions import LARGEST
 from tasks.approvals import Approval
-from tasks.channel import Channel, Reply, RequestFailed, open_channel
+from tasks.channel import Channel, Reply, RequestFailed, open_channel, recording_refusals
 from tasks.client_enforcement import LocalBudget
 from tasks.inventory import Host
 from tasks.sent_gate import reading_argv
@@ -77,7 +77,8 @@ def open_session(connector: Connector, host: Host, approval: Approval | None) ->
         return GateSession(open_channel(connector, host, None, None, reading_argv()), None)
     if host.enforcement != "client":
         return GateSession(open_channel(connector, host, approval, approval.grant, ()), None)
-    budget = LocalBudget(connector.store, approval)
+    with recording_refusals(connector, host, approval):
+        budget = LocalBudget(connector.store, approval)
     try:
         return GateSession(open_channel(connector, host, approval, approval.grant, ()), budget)
     except BaseException:
@@ -144,6 +145,10 @@ class GateSession:
                 raise channel.failure() from error
             channel.reply()
             channel.bytes += length
+
+    def abort(self) -> None:
+        """End the session's process from another thread, so that whoever waits for it goes on."""
+        self._channel.abort()
 
     def close(self) -> None:
         """End the session in good order; raises ``Refused`` when the gate ended it with a refusal meanwhile."""

@@ -166,9 +166,11 @@ def test_a_certificate_out_of_its_terms_is_refused_before_anything_is_sent(
     ):
         with pytest.raises(Refused):
             _open(client, forged)
+        assert client.events("refusal")[-1]["message"]
     for flipped in _damaged(approval):
         with pytest.raises(Refused):
             _open(client, flipped)
+    assert len(client.events("refusal")) == 11 + len(_damaged(approval)) > 20
     assert site.ordinary.logged()[before:] == ""
 
 

@@ -1,0 +1,47 @@
+"""Changes as the operator of the tests approves them."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from tasks.actions import AnyChange, Launch, Put, Run
+from tasks.approvals import Approval
+from tasks.inventory import Host
+from tasks.plans import Plan
+from tests.sshds import Operator
+
+
+def approve_changes(operator: Operator, *changes: AnyChange) -> tuple[Approval, ...]:
+    """One approval for each change, of one request."""
+    request = operator.store.request(Plan(changes=changes, effect="a test changes something"))
+    return operator.store.approve(request.id, reason="test", ca_key=operator.site.ca_key).approvals
+
+
+def approve_change(operator: Operator, change: AnyChange) -> Approval:
+    (approval,) = approve_changes(operator, change)
+    return approval
+
+
+def shell(host: Host, script: str, *arguments: str, **changes: Any) -> Run:
+    """Run ``script``; its ``arguments`` are $1 and so on."""
+    argv = ("/bin/sh", "-c", script, "sh", *arguments)
+    return Run(**_of(host), **({"argv": argv, "seconds": 30} | changes))
+
+
+def leave_mark(host: Host, file: Path, mark: str = "ran") -> Run:
+    """Append a line to ``file``: how many there are says how often it ran."""
+    return shell(host, 'echo "$1" >> "$2"', mark, str(file))
+
+
+def put_of(host: Host, path: Path, content: bytes, **changes: Any) -> Put:
+    sha256 = hashlib.sha256(content).hexdigest()
+    return Put(**_of(host), **({"path": str(path), "size": len(content), "sha256": sha256, "seconds": 30} | changes))
+
+
+def launch_of(host: Host, jobs: Path, script: str, *arguments: str, **changes: Any) -> Launch:
+    argv = ("/bin/sh", "-c", script, "sh", *arguments)
+    return Launch(**_of(host), **({"argv": argv, "jobs": str(jobs), "job": "train-1"} | changes))
+
+
+def _of(host: Host) -> dict[str, Any]:
+    return {"host": host.name, "host_keys": host.fingerprints}
