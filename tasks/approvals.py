@@ -611,6 +611,8 @@ def _check_reason(reason: str) -> None:
 
 
 def _check_validity(request: Request, seconds: int) -> None:
+    if seconds < 1:
+        raise Refused("an approval is valid for at least a second; give one with --valid")
     if _is_emergency(request.plan) and seconds > BREAK_GLASS_SECONDS:
         raise Refused(f"an emergency command is approved for {show_duration(BREAK_GLASS_SECONDS)} at most")
     if request.plan.changes and seconds > LONGEST_CHANGE_SECONDS:

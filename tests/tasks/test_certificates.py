@@ -1,16 +1,13 @@
 import base64
 import re
 import time
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks import certificates, process, signing
 from tasks.certificates import Certificate, CertificateError, Terms
-from tasks.errors import Refused
-from tasks.lab_sites import HOSTS
-from tasks.signing import LAB_ADDRESSES, SigningKey
+from tasks.signing import SigningKey
 from tests.guard_state import GuardState, make_key
 
 NOW = int(time.time())
@@ -25,12 +22,9 @@ def guard(tmp_path_factory: pytest.TempPathFactory) -> GuardState:
 @pytest.fixture(scope="module")
 def signed(guard: GuardState) -> Path:
     make_key(guard.folder / "throwaway")
-    return signing.sign(guard.folder / "throwaway.pub", TERMS, key_of(guard))
-
-
-def key_of(guard: GuardState) -> SigningKey:
-    known = guard.inventory
-    return signing.signing_key(known.guard, known.host("kpro6"), guard.ca_key)
+    return signing.sign(
+        guard.folder / "throwaway.pub", TERMS, SigningKey(guard.keys["ca"], guard.ca_key, attended=False)
+    )
 
 
 def sign_otherwise(guard: GuardState, *changes: str, ca: Path | None = None, drop: tuple[str, ...] = ()) -> Path:
@@ -108,38 +102,3 @@ def test_a_file_that_is_no_certificate(guard: GuardState, tmp_path: Path, conten
             certificates.read(file, guard.keys["ca"])
     with pytest.raises(CertificateError, match="No such file"):
         certificates.read(tmp_path / "none", guard.keys["ca"])
-
-
-def test_the_ca_key_must_be_the_one_in_the_inventory(guard: GuardState) -> None:
-    known = guard.inventory
-    signing.signing_key(known.guard, known.host("kpro6"), guard.ca_key)
-    for other, reason in (("training", "is not the one in hosts.yaml"), ("nowhere", "No such file")):
-        with pytest.raises(Refused, match=reason):
-            signing.signing_key(known.guard, known.host("kpro6"), guard.folder / other)
-    with pytest.raises(Refused, match="ssh-keygen -p -f"):
-        signing.signing_key(known.guard, known.host("kpro6"), guard.hosts_file)
-
-
-def test_a_ca_key_without_a_passphrase_signs_in_the_lab_only(tmp_path: Path) -> None:
-    real = GuardState(tmp_path / "real", lab=False)
-    with pytest.raises(Refused, match=r"no passphrase.*ssh-keygen -p"):
-        signing.signing_key(real.inventory.guard, real.inventory.host("kpro6"), real.ca_key)
-    elsewhere = GuardState(tmp_path / "elsewhere", address="10.1.2.7")
-    with pytest.raises(Refused, match=r"the lab's addresses only, and kpro6 has 10\.1\.2\.7"):
-        signing.signing_key(elsewhere.inventory.guard, elsewhere.inventory.host("kpro6"), elsewhere.ca_key)
-
-
-def test_a_ca_key_with_a_passphrase_needs_a_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    guard = GuardState(tmp_path, passphrase="correct horse", lab=False)
-    monkeypatch.setattr("sys.stdin", (tmp_path / "hosts.yaml").open())
-    with pytest.raises(Refused, match="no terminal"):
-        signing.signing_key(guard.inventory.guard, guard.inventory.host("kpro6"), guard.ca_key)
-
-
-def test_the_lab_addresses_are_those_of_the_lab() -> None:
-    assert {address for host in HOSTS.values() for address in (host.address, host.loopback)} == LAB_ADDRESSES
-
-
-def test_terms_that_ssh_keygen_does_not_sign_are_refused(guard: GuardState, signed: Path) -> None:
-    with pytest.raises(Refused, match="not signed: ssh-keygen"):
-        signing.sign(guard.folder / "throwaway.pub", replace(TERMS, source_addresses=("nowhere",)), key_of(guard))
