@@ -11,14 +11,14 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Annotated, Any, BinaryIO, Literal
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from dflash.errors import UsageError
-from tasks.actions import AnyChange, Change, Count, Launch, Put, Revoke, Run, Sha256, Signal, Upload
+from tasks.actions import AnyChange, Change, Count, Launch, Put, Revoke, Run, Sha256, Signal, Upload, escape
 from tasks.approvals import Approval
-from tasks.channel import Channel, open_channel
+from tasks.channel import Channel, Reply, open_channel
 from tasks.inventory import Host
 from tasks.sent_gate import performing_argv
 from tasks.ssh import Connector
@@ -191,14 +191,14 @@ def _check_content(source: BinaryIO, action: Put) -> None:
         return
     start = source.tell()
     digest, size = hashlib.sha256(), 0
-    while chunk := source.read(CHUNK):
+    while size <= action.size and (chunk := source.read(CHUNK)):
         digest.update(chunk)
         size += len(chunk)
     source.seek(start)
     if (size, digest.hexdigest()) != (action.size, action.sha256):
         raise ContentError(
-            f"what is to be written to {action.path} has {size} bytes and sha256 {digest.hexdigest()}; approved were "
-            f"{action.size} and {action.sha256}: make a new plan"
+            f"what is to be written to {escape(action.path)} is not the {action.size} approved bytes with sha256 "
+            f"{action.sha256}; nothing was sent: make a new plan"
         )
 
 
@@ -211,7 +211,7 @@ def _approved_chunks(source: BinaryIO, action: Put) -> Iterator[bytes]:
         left -= len(chunk)
         if not chunk or (not left and digest.hexdigest() != action.sha256):
             raise ContentError(
-                f"what was to be written to {action.path} became other bytes than the approved ones after "
+                f"what was to be written to {escape(action.path)} became other bytes than the approved ones after "
                 f"{action.size - left} of {action.size}; nothing was written: make a new plan"
             )
         yield chunk
@@ -236,6 +236,10 @@ class _Ran(_Reply):
     data: Annotated[bytes, BeforeValidator(_decoded)] = b""
     exit: int | None = None
 
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        return _with_just(self, {"stream", "data"} if self.exit is None else {"exit"})
+
 
 class _Ready(_Reply):
     ready: Literal[True]
@@ -258,10 +262,20 @@ class _Part(_Reply):
     """One part or, at last, no more."""
 
     part: Count | None = None
-    sha256: Sha256 = "0" * 64
+    sha256: Sha256 = ""
     crc32: Annotated[int, Field(ge=0, lt=2**32)] = 0
     etag: str = ""
+
+    @model_validator(mode="after")
+    def _is_one_of_both(self) -> Self:
+        return _with_just(self, set() if self.part is None else {"part", "sha256", "crc32", "etag"})
 
 
 class _Revoked(_Reply):
     revoked: int
+
+
+def _with_just(reply: Reply, fields: set[str]) -> Reply:
+    if reply.model_fields_set != fields:
+        raise ValueError(f"it has {reply.model_fields_set} and not {fields}")
+    return reply
