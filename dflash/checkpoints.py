@@ -30,13 +30,12 @@ from dflash.checkpoint_layout import (
 )
 from dflash.config import ConfigError, DrafterConfig, read_config_file
 from dflash.drafter import Drafter
-from dflash.formats import ReadConfig, our_name, read_config
+from dflash.formats import ReadConfig, our_name, read_config, unwrapped
 from dflash.manifest import DRAFTER, PROBE, REPLAY, Manifest, read_manifest, require_sha256, verify
 from dflash.recipes import Recipe, RecipeError, describe
 
 ConfigSource = Literal["key config", "config.json beside", "--drafter-config", "reference"]
 
-_PREFIXES = ("module.", "_orig_mod.", "draft_model.")
 _TRAINING_KEYS: dict[str, tuple[type, ...]] = {
     "step": (int,),
     "loss": (int, float),
@@ -273,12 +272,9 @@ def _named(
     tensors: dict[str, tuple[TensorFile, TensorRecord]] = {}
     for file, state in states:
         for full_name, value in state.items():
-            stripped = str(full_name)
-            while prefix := next((p for p in _PREFIXES if stripped.startswith(p)), None):
-                stripped = stripped.removeprefix(prefix)
             if not isinstance(value, TensorRecord):
                 raise TensorsError(f"{path}: model_state_dict has {full_name}, which is not a tensor")
-            name = our_name(kind, stripped)
+            name = our_name(kind, unwrapped(str(full_name)))
             if name is None:
                 continue
             if name in tensors:

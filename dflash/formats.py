@@ -14,6 +14,7 @@ from dflash.speculators import read_speculators, write_speculators
 
 ExportFormat = Literal["zlab", "speculators", "transformers"]
 
+_WRAPPERS = ("module.", "_orig_mod.", "draft_model.")
 # Their name → ours; names that are not here are the same.
 _RENAMED: dict[str, dict[str, str]] = {
     "torchspec": {
@@ -62,6 +63,13 @@ def read_config(
     # The plain reading that the naive forward has of its own knows z-lab's places only.
     plain = not nested.get("use_swa") and all(name in nested for name in ("mask_token_id", "target_layer_ids"))
     return ReadConfig(config, dict(raw) if plain else config.to_dict())
+
+
+def unwrapped(name: str) -> str:
+    """The name of a tensor without what DDP, ``torch.compile`` and a trainer's own module put before it."""
+    while prefix := next((prefix for prefix in _WRAPPERS if name.startswith(prefix)), None):
+        name = name.removeprefix(prefix)
+    return name
 
 
 def our_name(format: Format, name: str) -> str | None:

@@ -196,8 +196,8 @@ class _Machine:
             raise ValueError("a name is not text")
         if (module, name) not in self._names:
             raise UnsafePickleError(
-                f"{self._source}: its pickle names {module}.{name}, which is not on the allow-list; nothing of it was run; save "
-                f"plain tensors, numbers and strings only"
+                f"{self._source}: its pickle names {module}.{name}, which is not on the allow-list; nothing of it "
+                f"was run; save plain tensors, numbers and strings only"
             )
         return self._names[module, name]
 

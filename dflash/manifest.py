@@ -90,6 +90,11 @@ def read_manifest(directory: Path) -> tuple[Manifest, dict[str, Any]]:
     path = directory / MANIFEST
     with reading(path):
         text = path.read_bytes()
+    return parse_manifest(text, str(path))
+
+
+def parse_manifest(text: bytes, path: str) -> tuple[Manifest, dict[str, Any]]:
+    """The manifest that ``text`` is, as :func:`read_manifest`; ``path`` is what errors call it."""
     try:
         raw = json.loads(text)
         manifest = Manifest.model_validate(raw)

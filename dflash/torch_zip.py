@@ -82,13 +82,13 @@ class Directory:
         return {name: Record(name, entry.header, entry.length, entry.crc32) for name, entry in self.entries.items()}
 
 
-def read_directory(reader: ByteReader) -> Directory:
-    """The directory at the end of ``reader``; one question for most files, two for a long directory.
+def read_directory(reader: ByteReader, *, tail: int = _TAIL) -> Directory:
+    """The directory at the end of ``reader``; one question where the last ``tail`` bytes hold it, else two.
 
     Raises :class:`DamagedError` for a file that is cut short or whose records share bytes, and
     :class:`NotACheckpointError` for members that torch would not write.
     """
-    start, count, data = _directory_bytes(reader)
+    start, count, data = _directory_bytes(reader, tail)
     found: list[tuple[str, int, int, int]] = []
     at = 0
     while at < len(data):
@@ -148,9 +148,9 @@ def read_content(reader: ByteReader, directory: Directory, records: Mapping[str,
     return interpret(read_bytes(reader, placed[wanted[0]]), tensors.names(), source=source, persistent=tensors.storage)
 
 
-def _directory_bytes(reader: ByteReader) -> tuple[int, int, bytes]:
+def _directory_bytes(reader: ByteReader, asked: int) -> tuple[int, int, bytes]:
     """Where the directory begins, how many entries it should have, and its bytes."""
-    tail_start = max(0, reader.size - _TAIL)
+    tail_start = max(0, reader.size - asked)
     (tail,) = read_ranges(reader, [(tail_start, reader.size - tail_start)])
     if len(tail) < _END.size:
         raise _cut(reader)
