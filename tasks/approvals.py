@@ -5,101 +5,26 @@ say the same, and the host's own sshd checks those again. Everything fails close
 unwritable approves nothing and raises ``Refused``.
 """
 
-import getpass
-import secrets
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from tasks import certificates, countersigning, signing
-from tasks.actions import Action, Change, ReadGrant, escape, is_text
-from tasks.audit import CLOCK_TOLERANCE, Audit, show_time
-from tasks.certificates import Certificate, CertificateError, Terms
+from dflash.errors import DFlashError
+from tasks import countersigning, signing
+from tasks.actions import Change, escape
+from tasks.audit import Audit
+from tasks.credentials import Approval, Approved, Credentials, matching
+from tasks.deciding import certify, check_reason, check_validity, decide, default_seconds, is_emergency
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
 from tasks.plans import Plan
-from tasks.quantities import show_duration
 from tasks.requests import Decision, Origin, Request, RequestFiles, revocation
 from tasks.signing import SigningKey
 from tasks.spending import Spending
 from tasks.state import state_dir
 
-GRANT_SECONDS = 3600
-CHANGE_SECONDS = 600
-"""Validity when the operator names none: of a plan that only reads, and of one that changes something."""
-LONGEST_GRANT_SECONDS = 24 * 3600
-"""Longest validity of an approval that is not standing."""
-LONGEST_CHANGE_SECONDS = 3600
-BREAK_GLASS_SECONDS = 300
-CLOCK_SKEW_SECONDS = 60
-"""A certificate begins this long before the decision, for a host whose clock is a little behind."""
-
-
-@dataclass(frozen=True)
-class Approval:
-    """Of one action: a certificate in force and the key it is for."""
-
-    id: str
-    action: Action
-    """What was approved: its canonical form goes to the gate. A grant may be wider than what was asked."""
-    standing: bool
-    serial: int
-    not_after: int
-    """Seconds since the epoch."""
-    key_path: Path
-    certificate_path: Path
-    second_person: str | None = None
-    second_signature: Path | None = None
-    """Armoured signature of the second person, where two are asked for."""
-
-    @property
-    def host(self) -> str:
-        return self.action.host
-
-    @property
-    def digest(self) -> str:
-        return self.action.digest()
-
-    @property
-    def grant(self) -> ReadGrant:
-        """The action, which must be a read grant."""
-        assert isinstance(self.action, ReadGrant)
-        return self.action
-
-
-@dataclass(frozen=True)
-class Approved:
-    """Of a plan: one approval for each of its actions, in their order, all of one request."""
-
-    id: str
-    not_after: int
-    """Seconds since the epoch."""
-    approvals: tuple[Approval, ...]
-
-    @property
-    def read(self) -> Approval:
-        """The approval of the plan's read grant, which must be there."""
-        (found,) = [approval for approval in self.approvals if isinstance(approval.action, ReadGrant)]
-        return found
-
-    def of(self, action: Action) -> Approval:
-        """The approval of one action of the plan."""
-        for approval in self.approvals:
-            if approval.digest == action.digest():
-                return approval
-        assert isinstance(action, ReadGrant)
-        assert self.read.grant.covers(action)
-        return self.read
-
-
-def default_seconds(plan: Plan) -> int:
-    """How long an approval of ``plan`` is valid when the operator does not say."""
-    if _is_emergency(plan):
-        return BREAK_GLASS_SECONDS
-    return CHANGE_SECONDS if plan.changes else GRANT_SECONDS
+__all__ = ["Approval", "ApprovalStore", "Approved", "default_seconds"]
 
 
 class ApprovalStore:
@@ -111,6 +36,7 @@ class ApprovalStore:
         self._audit = audit
         self._files = RequestFiles(self.folder)
         self._spending = Spending(self.folder, audit)
+        self._credentials = Credentials(inventory, audit, self._files, self._spending)
 
     def require(self, plan: Plan, origin: Origin | None = None) -> Approved:
         """The approval for ``plan``; without one ``Refused``, naming the request and the command that approves it.
@@ -148,8 +74,8 @@ class ApprovalStore:
         found = [
             (request.digest == digest, approved.not_after, approved)
             for request in self._approved()
-            if (places := _matching(request.plan, plan)) is not None
-            and (approved := self._in_force(request, places)) is not None
+            if (places := matching(request.plan, plan)) is not None
+            and (approved := self._credentials.in_force(request, places)) is not None
         ]
         return max(found, key=lambda one: one[:2])[2] if found else None
 
@@ -161,7 +87,7 @@ class ApprovalStore:
         self._check_host(plan)
         if standing and plan.changes:
             raise Refused("a standing approval is for reading only; ask for each change when it is due")
-        if _is_emergency(plan) and len(plan.actions) > 1:
+        if is_emergency(plan) and len(plan.actions) > 1:
             raise Refused("an emergency command stands alone; ask for the rest in a plan of its own")
         digest = plan.digest()
         with self._files.locked():
@@ -181,13 +107,16 @@ class ApprovalStore:
 
     def requests(self) -> list[Request]:
         """Every request, the oldest first, with the outcome of those that were used."""
-        return [self._with_outcome(request) for request in self._files.read_all()]
+        return self._with_outcomes(self._files.read_all())
 
     def get(self, request_id: str) -> Request:
-        """One request by its id; raises ``Refused`` when there is none."""
+        """One request by its id, with its outcome; raises ``Refused`` when there is none."""
+        return self._with_outcomes([self._get(request_id)])[0]
+
+    def _get(self, request_id: str) -> Request:
         for request in self._files.read_all():
             if request.id == request_id:
-                return self._with_outcome(request)
+                return request
         raise Refused(f"no request {escape(request_id)!r}; 'dflash-ops guard requests' lists those that wait")
 
     def approve(
@@ -215,11 +144,11 @@ class ApprovalStore:
         if shown is not None and request != shown:
             raise Refused(f"request {request.id} was changed while it was shown; look at it again")
         seconds = default_seconds(request.plan) if seconds is None else seconds
-        _check_validity(request, seconds)
+        check_validity(request, seconds)
         host = self._check_host(request.plan)
         key = signing.signing_key(self._inventory.guard, host, ca_key, agent=agent)
-        decision = _decision(request, reason, operator, approved=True)
-        if _is_emergency(request.plan):
+        decision = decide(request, reason, operator, approved=True)
+        if is_emergency(request.plan):
             self._audit.append(
                 "BREAK-GLASS",
                 request=request.id,
@@ -228,7 +157,7 @@ class ApprovalStore:
                 operator=decision.operator,
                 reason=reason,
             )
-        head = self._record_decision(request, decision, seconds=seconds)
+        head = self._record(request, decision, seconds=seconds)
         return self._sign(request, decision, head, seconds, key, host)
 
     def break_glass(
@@ -244,8 +173,8 @@ class ApprovalStore:
 
         Raises ``Refused`` as :meth:`approve` does, and for a plan that is anything but one such command.
         """
-        _check_reason(reason)
-        if not _is_emergency(plan):
+        check_reason(reason)
+        if not is_emergency(plan):
             raise Refused("only a command that is marked as an emergency can be approved as one")
         request = self.request(plan)
         return self.approve(request.id, reason=reason, ca_key=ca_key, agent=agent, operator=operator, shown=request)
@@ -253,8 +182,8 @@ class ApprovalStore:
     def deny(self, request_id: str, *, reason: str, operator: str | None = None) -> None:
         """Answer no; the throw-away keys are deleted."""
         request = self._undecided(request_id, reason)
-        decision = _decision(request, reason, operator, approved=False)
-        self._record_decision(request, decision)
+        decision = decide(request, reason, operator, approved=False)
+        self._record(request, decision)
         with self._files.locked():
             self._check_still_undecided(request)
             self._files.write(request.model_copy(update={"decision": decision}))
@@ -286,7 +215,7 @@ class ApprovalStore:
     def standing(self) -> list[Approval]:
         """The standing approvals in force: each is a live credential on this machine."""
         live = [request for request in self._approved() if request.standing]
-        found = [self._in_force(request, range(len(request.plan.actions))) for request in live]
+        found = [self._credentials.in_force(request, range(len(request.plan.actions))) for request in live]
         return [approved.read for approved in found if approved is not None]
 
     def drop(self, request_id: str) -> None:
@@ -304,7 +233,7 @@ class ApprovalStore:
 
         Raises ``Refused`` without a reason and for a request that is not approved.
         """
-        _check_reason(reason)
+        check_reason(reason)
         request = self.get(request_id)
         if request.decision is None or not request.decision.approved:
             raise Refused(f"request {request.id} is {request.status}, so there is nothing to revoke; deny it instead")
@@ -322,7 +251,7 @@ class ApprovalStore:
         """
         self._audit.check_clock()
         with self._files.locked():
-            self._check_in_force(approval)
+            self._check(approval)
             if isinstance(approval.action, Change):
                 self._spending.spend(approval.serial, request=approval.id, digest=approval.digest)
             elif self._enforced_here(approval):
@@ -342,13 +271,13 @@ class ApprovalStore:
         """
         if self._enforced_here(approval):
             with self._files.locked():
-                self._check_in_force(approval)
+                self._check(approval)
                 self._spending.debit(approval.serial, approval.grant, count)
 
     def heads(self) -> list[str]:
         """The audit heads signed into all approvals there ever were; raises ``Refused`` when a certificate is gone."""
         return [
-            self._certificate(request, index).terms.head
+            self._credentials.certificate(request, index).terms.head
             for request in self._files.read_all()
             if request.decision is not None and request.decision.approved
             for index in range(len(request.plan.actions))
@@ -357,18 +286,18 @@ class ApprovalStore:
     # --- deciding
 
     def _undecided(self, request_id: str, reason: str) -> Request:
-        _check_reason(reason)
+        check_reason(reason)
         self._audit.check_clock()
-        request = self.get(request_id)
+        request = self._get(request_id)
         self._check_still_undecided(request)
         return request
 
     def _check_still_undecided(self, request: Request) -> None:
-        status = self.get(request.id).status
+        status = self._get(request.id).status
         if status != "pending":
             raise Refused(f"request {request.id} is {status} already; run the command again to make a new request")
 
-    def _record_decision(self, request: Request, decision: Decision, **more: int) -> str:
+    def _record(self, request: Request, decision: Decision, **more: int) -> str:
         return self._audit.append(
             "decision",
             request=request.id,
@@ -387,57 +316,27 @@ class ApprovalStore:
         """Have every key of the request signed, and only when all are, approve it."""
         try:
             with self._files.usable(), tempfile.TemporaryDirectory(dir=self.folder) as scratch:
+                keys = [self._files.key(request.id, index) for index in range(len(request.plan.actions))]
+                public = [Path(shutil.copy(key.with_suffix(".pub"), scratch)) for key in keys]
                 # not under the lock: the operator may take a while to type the passphrase
-                with signing.ready_for(key, len(request.plan.actions)) as ready:
-                    signed = self._signed(request, decision, head, seconds, ready, host, Path(scratch))
-                if decision.time + seconds <= time.time():
-                    raise Refused("signing took longer than the approval was to be valid; approve it again")
+                signed = list(certify(request, decision, head, seconds, key, host, public))
                 with self._files.locked():
                     self._check_still_undecided(request)
                     for index, certificate in enumerate(signed):
                         certificate.chmod(0o600)
                         certificate.rename(self._files.certificate(request.id, index))
                     # read again: a second person may have signed meanwhile
-                    self._files.write(self.get(request.id).model_copy(update={"decision": decision}))
-        except (Refused, KeyboardInterrupt) as error:
+                    self._files.write(self._get(request.id).model_copy(update={"decision": decision}))
+        except (DFlashError, KeyboardInterrupt) as error:
             message = str(error) or "interrupted"
             self._audit.append("unsigned", request=request.id, host=host.name, message=message)
             raise
-        request = self.get(request.id)
-        return self._approval(request, range(len(request.plan.actions)))
-
-    def _signed(
-        self,
-        request: Request,
-        decision: Decision,
-        head: str,
-        seconds: int,
-        key: SigningKey,
-        host: Host,
-        scratch: Path,
-    ) -> list[Path]:
-        signed = []
-        for index, action in enumerate(request.plan.actions):
-            terms = Terms(
-                request_id=request.id,
-                head=head,
-                digest=action.digest(),
-                serial=decision.serials[index],
-                source_addresses=host.source_addresses,
-                not_before=int(decision.time) - CLOCK_SKEW_SECONDS,
-                not_after=int(decision.time) + seconds,
-                enforcement="authorized-keys" if host.enforcement == "authorized-keys" else "host",
-            )
-            public = Path(shutil.copy(self._files.key(request.id, index).with_suffix(".pub"), scratch))
-            certificate = signing.sign(public, terms, key)
-            if certificates.read(certificate, self._inventory.guard.ca_public_key).terms != terms:
-                raise Refused("ssh-keygen signed something else than it was asked to; nothing was approved")
-            signed.append(certificate)
-        return signed
+        request = self._get(request.id)
+        return self._credentials.of(request, range(len(request.plan.actions)))
 
     def _end(self, request_id: str, event: str, why: str) -> Request:
         with self._files.locked():
-            request = self.get(request_id)
+            request = self._get(request_id)
             self._files.delete_keys(request)
             self._audit.append(event, request=request_id, host=request.plan.host, digest=request.digest, message=why)
             ended = request.model_copy(update={"ended": why})
@@ -459,169 +358,32 @@ class ApprovalStore:
             if request.decision is not None and request.decision.approved and request.ended is None
         ]
 
-    def _in_force(self, request: Request, places: Sequence[int], *, alone: bool = False) -> Approved | None:
-        """The approval of the actions at ``places``; None when it is spent, over, or a certificate is not what it says.
-
-        ``alone`` leaves out whether a second person signed.
-        """
-        approved = self._believed(request, places)
-        if approved is None or any(
-            isinstance(approval.action, Change) and self._spending.is_spent(approval.serial)
-            for approval in approved.approvals
-        ):
-            return None
-        return approved if alone or self._has_second(approved) else None
-
-    def _believed(self, request: Request, places: Sequence[int]) -> Approved | None:
-        """As :meth:`_in_force`, spent or not and by however many persons."""
-        now = time.time()
-        assert request.decision is not None
-        if request.decision.time > now + CLOCK_TOLERANCE:
-            raise Refused(
-                f"request {request.id} was decided at {show_time(request.decision.time)}, and the clock says "
-                f"{show_time(now)}; set the clock right, no approval is believed meanwhile"
-            )
-        if self._audit.last() is None:
-            raise Refused(
-                f"audit log {self._audit.file} is gone, but {request.id} was approved; restore it, or move "
-                f"{self.folder} away and ask again"
-            )
-        try:
-            approved = self._approval(request, places)
-        except CertificateError:
-            return None
-        whole = all(approval.key_path.is_file() for approval in approved.approvals)
-        return approved if whole and approved.not_after > now else None
-
-    def _approval(self, request: Request, places: Sequence[int]) -> Approved:
-        host = self._inventory.host(request.plan.host)
-        form = "authorized-keys" if host.enforcement == "authorized-keys" else "host"
-        approvals = []
-        for index in places:
-            certificate = self._certificate(request, index)
-            if (certificate.terms.source_addresses, certificate.terms.enforcement) != (host.source_addresses, form):
-                raise CertificateError(f"hosts.yaml changed what {host.name} takes since {request.id}; ask again")
-            signature = self._files.signature(request.id, index)
-            signed = request.second is not None and signature.is_file()
-            approvals.append(
-                Approval(
-                    id=request.id,
-                    action=request.plan.actions[index],
-                    standing=request.standing,
-                    serial=certificate.terms.serial,
-                    not_after=certificate.not_after,
-                    key_path=self._files.key(request.id, index),
-                    certificate_path=self._files.certificate(request.id, index),
-                    second_person=request.second if signed else None,
-                    second_signature=signature if signed else None,
-                )
-            )
-        return Approved(request.id, min(approval.not_after for approval in approvals), tuple(approvals))
-
-    def _certificate(self, request: Request, index: int) -> Certificate:
-        path = self._files.certificate(request.id, index)
-        certificate = certificates.read(path, self._inventory.guard.ca_public_key)
-        assert request.decision is not None
-        serials = request.decision.serials
-        expected = (request.id, request.plan.actions[index].digest(), serials[index] if index < len(serials) else None)
-        if (certificate.terms.request_id, certificate.terms.digest, certificate.terms.serial) != expected:
-            raise CertificateError(f"certificate {path} is for something else than request {request.id}; ask again")
-        return certificate
-
-    def _check_in_force(self, approval: Approval) -> None:
-        """Raise ``Refused`` unless ``approval`` is what the store would give for its action now."""
-        request = self.get(approval.id)
-        self._check_host(request.plan)
-        digests = [action.digest() for action in request.plan.actions]
-        if request.ended is not None or request.decision is None or not request.decision.approved:
-            why = request.ended or request.status
-            raise Refused(f"approval {approval.id} counts no longer ({escape(why)}); run the command again to ask anew")
-        found = None
-        if approval.digest in digests:
-            found = self._believed(request, [digests.index(approval.digest)])
-        if found is None or found.approvals[0].serial != approval.serial or not self._has_second(found):
-            raise Refused(f"approval {approval.id} is no longer in force; run the command again to ask anew")
-
-    def _with_outcome(self, request: Request) -> Request:
+    def _with_outcomes(self, requests: list[Request]) -> list[Request]:
+        if not any(request.changes for request in requests):
+            return requests
         with self._files.usable():
-            outcomes = [self._spending.outcome(serial) for serial in request.changes.values()]
-        spent = [outcome for outcome in outcomes if outcome is not None]
-        return request.model_copy(update={"outcome": spent[-1]}) if spent else request
+            outcomes = self._spending.outcomes()
+        spent = [[outcomes[serial] for serial in request.changes if serial in outcomes] for request in requests]
+        return [
+            request.model_copy(update={"outcome": of_it[-1]}) if of_it else request
+            for request, of_it in zip(requests, spent, strict=True)
+        ]
+
+    def _check(self, approval: Approval) -> None:
+        """Raise ``Refused`` unless ``approval`` is what the store would give for its action now, spent or not."""
+        request = self._get(approval.id)
+        self._check_host(request.plan)
+        self._credentials.check(request, approval)
 
     def _enforced_here(self, approval: Approval) -> bool:
         return self._inventory.host(approval.host).enforcement == "client"
-
-    # --- two persons
-
-    def _has_second(self, approved: Approved) -> bool:
-        """Whether a second person signed every action that needs it, or none is needed."""
-        guard = self._inventory.guard
-        return not guard.two_person or all(
-            countersigning.is_exempt(approval.action)
-            or countersigning.verify(
-                guard, approved.id, approval.action, approval.second_person, approval.second_signature
-            )
-            for approval in approved.approvals
-        )
 
     def _waiting_for_second(self, plan: Plan) -> Request | None:
         """The request for ``plan`` that the operator approved and nobody else signed yet."""
         if not self._inventory.guard.two_person:
             return None
         for request in reversed(self._approved()):
-            places = _matching(request.plan, plan)
-            if places is not None and self._in_force(request, places, alone=True) is not None:
+            places = matching(request.plan, plan)
+            if places is not None and self._credentials.in_force(request, places, alone=True) is not None:
                 return request
         return None
-
-
-def _matching(outer: Plan, inner: Plan) -> list[int] | None:
-    """Indices in ``outer.actions`` of what approves the actions of ``inner``, in their order; None when something does
-    not."""
-    places: list[int] = []
-    if inner.grant is not None:
-        if outer.grant is None or not outer.grant.covers(inner.grant):
-            return None
-        places.append(0)
-    digests = [action.digest() for action in outer.actions]
-    for change in inner.changes:
-        try:
-            places.append(digests.index(change.digest(), places[-1] + 1 if places else 0))
-        except ValueError:
-            return None
-    return places
-
-
-def _is_emergency(plan: Plan) -> bool:
-    return any(countersigning.is_exempt(action) for action in plan.changes)
-
-
-def _decision(request: Request, reason: str, operator: str | None, *, approved: bool) -> Decision:
-    serials = tuple(secrets.randbelow(2**63 - 1) + 1 for _ in request.plan.actions) if approved else ()
-    return Decision(
-        approved=approved, operator=operator or getpass.getuser(), reason=reason, time=time.time(), serials=serials
-    )
-
-
-def _check_reason(reason: str) -> None:
-    if not reason.strip():
-        raise Refused("a decision needs a reason; give one with --reason")
-    if not is_text(reason):
-        raise Refused(f"the reason '{escape(reason)}' is not UTF-8 text; write it again")
-
-
-def _check_validity(request: Request, seconds: int) -> None:
-    if seconds < 1:
-        raise Refused("an approval is valid for at least a second; give one with --valid")
-    if _is_emergency(request.plan) and seconds > BREAK_GLASS_SECONDS:
-        raise Refused(f"an emergency command is approved for {show_duration(BREAK_GLASS_SECONDS)} at most")
-    if request.plan.changes and seconds > LONGEST_CHANGE_SECONDS:
-        raise Refused(
-            f"{show_duration(seconds)} is too long for a change (at most {show_duration(LONGEST_CHANGE_SECONDS)}); "
-            "approve it when it is due"
-        )
-    if seconds > LONGEST_GRANT_SECONDS and not request.standing:
-        raise Refused(
-            f"{show_duration(seconds)} is too long for one request (at most {show_duration(LONGEST_GRANT_SECONDS)}); "
-            "for more, ask for a standing approval: dflash-ops guard standing request"
-        )

@@ -65,12 +65,15 @@ class Audit:
         for line in _lines(self._content()):
             yield _entry(line, self.file)
 
-    def entries_of(self, serial: int) -> Iterator[dict[str, Any]]:
-        """The entries about the certificate with this serial, the oldest first."""
-        wanted = f'"serial":{serial}'.encode()
+    def uses(self, serial: int | None = None) -> Iterator[dict[str, Any]]:
+        """The entries ``consumption`` and ``end``, the oldest first; ``serial`` takes those of one certificate."""
+        wanted = b'"serial":' if serial is None else f'"serial":{serial}'.encode()
         for line in _lines(self._content()):
-            if wanted in line and (entry := _entry(line, self.file)).get("serial") == serial:
-                yield entry
+            # most lines are about something else, and parsing them all takes longest
+            if wanted in line:
+                entry = _entry(line, self.file)
+                if entry["event"] in ("consumption", "end") and _is_of(entry, serial):
+                    yield entry
 
     def verify(self, heads: Iterable[str] = ()) -> list[str]:
         """What is wrong with the log, one sentence each; ``heads`` are those signed into approvals."""
@@ -143,6 +146,11 @@ def select(
 def show_time(seconds: float) -> str:
     """Seconds since the epoch as local time to the second."""
     return datetime.fromtimestamp(seconds, UTC).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+
+
+def _is_of(entry: dict[str, Any], serial: int | None) -> bool:
+    found = entry.get("serial")
+    return type(found) is int and serial in (None, found)
 
 
 def _lines(content: bytes) -> list[bytes]:

@@ -15,10 +15,14 @@ from cryptography.hazmat.primitives.serialization import SSHCertificate, SSHCert
 
 from tasks import public_keys, security_keys
 from tasks.errors import Refused
+from tasks.inventory import Host
 
 PRINCIPAL = "dflash-gate"
 HOME_GATE = ".dflash/dflash-gate"
 """Where the gate lies when only authorized_keys can be edited: in the login's home folder, where sshd starts it."""
+
+
+Form = Literal["host", "authorized-keys"]
 
 
 class CertificateError(Refused):
@@ -38,8 +42,7 @@ class Terms:
     not_before: int
     """Seconds since the epoch, as :attr:`not_after`."""
     not_after: int
-    enforcement: Literal["host", "authorized-keys"] = "host"
-    """Which of the gate's two forms is forced; enforcement by the client has that of the host's."""
+    enforcement: Form = "host"
 
     @property
     def key_id(self) -> str:
@@ -65,6 +68,11 @@ class Certificate:
     def not_after(self) -> int:
         """Seconds since the epoch."""
         return self.terms.not_after
+
+
+def form(host: Host) -> Form:
+    """Which of the two forced commands ``host`` takes; where only this program enforces, it is that of a gate."""
+    return "authorized-keys" if host.enforcement == "authorized-keys" else "host"
 
 
 def read(path: Path, ca_public_key: str) -> Certificate:

@@ -78,11 +78,10 @@ class Request(BaseModel):
         return "approved" if self.decision.approved else "denied"
 
     @property
-    def changes(self) -> dict[int, int]:
-        """Index of each change in the plan's actions → serial of its certificate; empty before the decision."""
+    def changes(self) -> tuple[int, ...]:
+        """The serials of the changes' certificates; empty before the decision."""
         serials = () if self.decision is None else self.decision.serials
-        first = len(self.plan.actions) - len(self.plan.changes)
-        return {index: serial for index, serial in enumerate(serials) if index >= first}
+        return serials[len(self.plan.actions) - len(self.plan.changes) :]
 
 
 def revocation(request: Request) -> Plan:

@@ -60,12 +60,16 @@ class Spending:
             os.fsync(file.fileno())
         sync_folder(self._spent)
 
-    def outcome(self, serial: int) -> str | None:
-        """How a spent change ended, :data:`UNKNOWN` when nothing says; None when it was not begun."""
-        if not self.is_spent(serial):
-            return None
-        ends = [entry for entry in self._audit.entries_of(serial) if entry["event"] == "end"]
-        return str(ends[-1].get("outcome", UNKNOWN)) if ends else UNKNOWN
+    def outcomes(self) -> dict[int, str]:
+        """Serial → how the use of it ended, :data:`UNKNOWN` when nothing says, for every certificate that was used."""
+        found: dict[int, str] = {}
+        for entry in self._audit.uses():
+            ended = entry["event"] == "end"
+            found[entry["serial"]] = str(entry.get("outcome", UNKNOWN)) if ended else UNKNOWN
+        if self._spent.is_dir():
+            for serial in map(int, filter(str.isdecimal, os.listdir(self._spent))):
+                found.setdefault(serial, UNKNOWN)
+        return found
 
     def open_session(self, serial: int, grant: ReadGrant) -> None:
         """Debit one session of a grant; raises ``Refused`` when none is left."""
@@ -104,7 +108,7 @@ class Spending:
         write_whole(self._budgets / f"{serial}.json", left.model_dump_json().encode())
 
     def _used(self, serial: int) -> Iterator[dict[str, Any]]:
-        return (entry for entry in self._audit.entries_of(serial) if entry["event"] == "consumption")
+        return (entry for entry in self._audit.uses(serial) if entry["event"] == "consumption")
 
     def _make(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
