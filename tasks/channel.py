@@ -90,6 +90,7 @@ def _start_gate(
     connector: Connector, host: Host, approval: Approval, action: Action | None, stderr: IO[bytes]
 ) -> Popen[bytes]:
     with recording_refusals(connector, host, approval):
+        connector.check_gate(approval, host)
         _check_it_is_for(approval, host, action)
         connector.store.consume(approval)
         try:
@@ -100,8 +101,6 @@ def _start_gate(
 
 
 def _check_it_is_for(approval: Approval, host: Host, action: Action | None) -> None:
-    if approval.host != host.name:
-        raise Refused(f"approval {approval.id} is for {approval.host}, not for {host.name}; ask for one of its own")
     if action is None or action.digest() != approval.digest:
         raise Refused(f"approval {approval.id} is of another action than this; ask for one of its own")
     if approval.action.host_keys != host.fingerprints:

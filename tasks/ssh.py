@@ -12,7 +12,6 @@ import subprocess  # noqa: TID251 - ssh itself; everything else goes through tas
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -131,14 +130,22 @@ class Connector:
 
         :raises Refused: the approval is for another host, or its certificate is not in force.
         """
-        if approval.host != host.name:
-            raise Refused(f"approval {approval.id} is for {approval.host}, not for {host.name}; ask for one of its own")
+        way = self.check_gate(approval, host)
         if host.enforcement == "client":
             command = shlex.join(held_argv(check_certificate(self.inventory, approval, host), host))
             self._warn_of_client_enforcement(host)
-            return self._spawn(self._route(host), None, [command], stdin, stdout, stderr, options)
+            return self._spawn(way, None, [command], stdin, stdout, stderr, options)
         login = (approval.key_path, approval.certificate_path)
-        return self._spawn(self._route(host), login, [], stdin, stdout, stderr, options)
+        return self._spawn(way, login, [], stdin, stdout, stderr, options)
+
+    def check_gate(self, approval: Approval, host: Host) -> Route:
+        """The way that :meth:`start_gate` would take; raises what can be told before anything is spent."""
+        if approval.host != host.name:
+            raise Refused(f"approval {approval.id} is for {approval.host}, not for {host.name}; ask for one of its own")
+        if host.enforcement == "client":
+            check_certificate(self.inventory, approval, host)
+        _program("setpriv")
+        return self._route(host)
 
     def offer(self, host: Host, keys: Sequence[Path], options: Sequence[str] = (), *, seconds: float = 30.0) -> str:
         """Ask the sshd of ``host``, protected or not, whether it would take ``keys``, and return what ``ssh -v`` said.
@@ -194,7 +201,11 @@ class Connector:
             raise refused
 
     def _route(self, host: Host) -> Route:
-        return route(self.inventory, host, effective_settings)
+        try:
+            return route(self.inventory, host, effective_settings)
+        except Refused as error:
+            self.audit.append("refusal", host=host.name, reason=str(error))
+            raise
 
     def _connection(
         self, way: Route, policy: paramiko.MissingHostKeyPolicy, key_types: Sequence[str]
@@ -242,9 +253,18 @@ class Connector:
     def _host_key_failure(self, host: Host) -> DFlashError:
         witness = _Witness()
         connection = self._connection(self._route(host), witness, ())
-        with suppress(DFlashError, *NETWORK_ERRORS):
+        refused: Refused | None = None
+        try:
             connection.open()
-        _close(connection)
+        except Refused as error:
+            # a machine on the way is a protected one
+            refused = error
+        except (DFlashError, *NETWORK_ERRORS):
+            pass
+        finally:
+            _close(connection)
+        if refused is not None:
+            return self._explained(host, refused)
         if witness.key is not None:
             try:
                 check_host_key(self.inventory, host, witness.key)
