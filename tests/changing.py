@@ -4,10 +4,12 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+from tasks import process, public_keys
 from tasks.actions import AnyChange, Launch, Put, Run
-from tasks.approvals import Approval
+from tasks.approvals import Approval, ApprovalStore
 from tasks.inventory import Host
 from tasks.plans import Plan
+from tasks.ssh import Connector
 from tests.sshds import Operator
 
 
@@ -20,6 +22,17 @@ def approve_changes(operator: Operator, *changes: AnyChange) -> tuple[Approval, 
 def approve_change(operator: Operator, change: AnyChange) -> Approval:
     (approval,) = approve_changes(operator, change)
     return approval
+
+
+def with_second_person(operator: Operator, key: Path) -> Operator:
+    """The same operator where ``second``, who holds ``key``, has to sign as well."""
+    process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(key)])
+    public = public_keys.normalise(key.with_suffix(".pub").read_text())
+    guard = operator.inventory.guard.model_copy(update={"two_person": True, "second_persons": {"second": public}})
+    inventory = operator.inventory.model_copy(update={"guard": guard})
+    store = ApprovalStore(inventory, operator.audit, operator.store.folder)
+    connector = Connector(inventory, store, operator.audit, operator.connector.warn)
+    return Operator(operator.site, inventory, store, operator.audit, connector)
 
 
 def shell(host: Host, script: str, *arguments: str, **changes: Any) -> Run:

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 import pytest
 
 from dflash.errors import UsageError
-from tasks import changes, process
+from tasks import changes, process, public_keys, ssh
 from tasks.actions import AnyChange, Part, Revoke, Run, Signal, Upload
 from tasks.approvals import Approval
 from tasks.changes import ContentError, NothingToRevokeError
@@ -25,8 +25,10 @@ from tasks.channel import GateError, RequestFailed
 from tasks.errors import Refused
 from tasks.gate import open_session
 from tasks.inventory import Host
-from tests.changing import approve_change, approve_changes, launch_of, leave_mark, put_of, shell
-from tests.sshds import Operator, Site
+from tasks.plans import Plan
+from tasks.routes import RouteError, Settings
+from tests.changing import approve_change, approve_changes, launch_of, leave_mark, put_of, shell, with_second_person
+from tests.sshds import Operator, Site, write_gate_configuration
 from tests.tasks.test_client_enforcement import client_operator
 
 
@@ -189,6 +191,42 @@ def test_an_approval_of_something_else_is_refused_before_anything_is_sent(
     assert operator.events("consumption") == []
     assert site.protected.logged() == before
     assert protected.run(one, first) == 0
+
+
+@pytest.fixture
+def second_person(operator: Operator, site: Site, tmp_path: Path) -> Iterator[Operator]:
+    """An operator who needs a second person, as the gate knows."""
+    two = with_second_person(operator, tmp_path / "second")
+    keys = [public_keys.fingerprint(key) for key in site.protected.host_keys]
+    persons = dict(two.inventory.guard.second_persons)
+    write_gate_configuration(site.folder, host_keys=keys, second_persons=persons)
+    yield two
+    write_gate_configuration(site.folder, host_keys=keys)
+
+
+def test_the_second_persons_signature_reaches_the_gate(second_person: Operator, tmp_path: Path) -> None:
+    two, marks = second_person, tmp_path / "marks"
+    action, alone = leave_mark(two.train, marks), leave_mark(two.train, marks, "alone")
+    approval = approve_change(two, action)
+    two.store.countersign(approval.id, name="second", key=tmp_path / "second")
+    approved = two.store.require(Plan(changes=(action,), effect="a test changes something"))
+    assert changes.run(two.connector, two.train, approved.of(action), action, lambda *_: None) == 0
+    with pytest.raises(Refused):
+        changes.run(two.connector, two.train, approve_change(two, alone), alone, lambda *_: None)
+    assert marks.read_text() == "ran\n"
+
+
+def test_a_way_that_cannot_be_followed_spends_nothing(
+    protected: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    action = leave_mark(protected.host, tmp_path / "marks")
+    approval = approve_change(protected.operator, action)
+    with monkeypatch.context() as patched:
+        patched.setattr(ssh, "effective_settings", lambda address: Settings(address, proxy_command="nc"))
+        with pytest.raises(RouteError, match="ProxyCommand"):
+            protected.run(action, approval)
+    assert protected.operator.events("consumption") == []
+    assert protected.run(action, approval) == 0
 
 
 def _named(host: Host) -> dict[str, Any]:

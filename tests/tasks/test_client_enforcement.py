@@ -14,6 +14,7 @@ from tasks.approvals import Approval
 from tasks.channel import RequestFailed
 from tasks.errors import Refused
 from tasks.gate import GateSession, open_session
+from tests.changing import with_second_person
 from tests.sshds import Operator, Site
 
 MIB = 1 << 20
@@ -131,6 +132,31 @@ def test_a_file_is_the_one_that_was_first_seen_over_all_sessions(client: Operato
         step.write_bytes(os.urandom(51))
         with pytest.raises(Refused, match="changed while read"):
             _read(session, step, 0, 50)
+
+
+def test_where_two_have_to_sign_one_alone_is_refused(client: Operator, site: Site, step: Path, tmp_path: Path) -> None:
+    two = with_second_person(client, tmp_path / "second")
+    approval = two.approve(path=str(step))
+    before = len(site.ordinary.logged())
+    with pytest.raises(Refused, match="no second person signed"):
+        _open(two, approval)
+    two.store.countersign(approval.id, name="second", key=tmp_path / "second")
+    found = two.store.find(two.store.get(approval.id).plan)
+    assert found is not None
+    other = dataclasses.replace(found.read, second_signature=_signed_for_something_else(two, step, tmp_path / "second"))
+    with pytest.raises(Refused, match="no second person signed"):
+        _open(two, other)
+    assert site.ordinary.logged()[before:] == ""
+    with _open(two, found.read) as session:
+        assert session.stat(str(step)).kind == "file"
+
+
+def _signed_for_something_else(two: Operator, step: Path, key: Path) -> Path | None:
+    approval = two.approve(path=str(step), bytes=7)
+    two.store.countersign(approval.id, name="second", key=key)
+    found = two.store.find(two.store.get(approval.id).plan)
+    assert found is not None
+    return found.read.second_signature
 
 
 def test_a_certificate_out_of_its_terms_is_refused_before_anything_is_sent(
