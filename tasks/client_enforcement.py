@@ -117,7 +117,7 @@ def _take_slot(folder: Path, host: str) -> int:
                 return slot
     except OSError as error:
         raise _unusable(folder, error) from None
-    raise Refused(f"{CONCURRENT_SESSIONS} sessions are open on {host} already; try again when one has ended")
+    raise Refused(f"{host}: {CONCURRENT_SESSIONS} sessions are open on this host already; try again when one has ended")
 
 
 def _first_written(file: Path, content: str) -> str:
