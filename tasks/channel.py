@@ -257,9 +257,11 @@ class Channel:
         except spare:
             raise
         except BaseException as error:
-            if isinstance(error, Refused) and self.approval is not None and not self._ended:
-                _record(self.connector, "refusal", self.host, self.approval, message=str(error))
-            self.end(_named(error))
+            try:
+                if isinstance(error, Refused) and self.approval is not None and not self._ended:
+                    _record(self.connector, "refusal", self.host, self.approval, message=str(error))
+            finally:
+                self.end(_named(error))
             raise
 
     def _line(self, at_once: int, longest: int, seconds: float) -> bytes:
