@@ -14,6 +14,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives.serialization import SSHCertificate, SSHCertificateType, load_ssh_public_identity
 
 from tasks import public_keys, security_keys
+from tasks.audit import LATEST
 from tasks.errors import Refused
 from tasks.inventory import Host
 
@@ -93,6 +94,8 @@ def _verified(content: bytes, ca_public_key: str) -> SSHCertificate:
     signed = security_keys.split(base64.b64decode(encoded, validate=True))
     if signed.ca != public_keys.blob(ca_public_key):
         raise ValueError("another CA signed it")
+    if public_keys.take(signed.signature)[0] == b"ssh-rsa":
+        raise ValueError("it is signed over a SHA-1 digest, which sshd does not take either")
     if public_keys.is_in_token(ca_public_key):
         security_keys.verify(signed)
         content = kind + b" " + base64.b64encode(security_keys.without_touch(signed))
@@ -112,6 +115,8 @@ def _checked(identity: SSHCertificate) -> Certificate:
         raise ValueError(f"it is not for the user {PRINCIPAL}")
     if key_id is None or command is None:
         raise ValueError("its key id or forced command is not the guard's")
+    if not identity.valid_after < identity.valid_before <= LATEST:
+        raise ValueError("it has no end")
     sources = tuple(options.get("source-address", "").split(","))
     terms = Terms(
         request_id=key_id[1],

@@ -3,7 +3,6 @@
 import base64
 import binascii
 import hashlib
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ def _normalise(line: str, kinds: Sequence[str]) -> str:
     try:
         content = base64.b64decode(words[1], validate=True)
         parts = fields(content)
-    except (binascii.Error, struct.error, PublicKeyError):
+    except (binascii.Error, PublicKeyError):
         raise PublicKeyError(f"{_short(line)} is cut off or mistyped; copy the whole line of the .pub file") from None
     if parts[0] != words[0].encode():
         raise PublicKeyError(f"{_short(line)} says {words[0]} but holds another type; copy the whole line again")
@@ -81,7 +80,7 @@ def read_private_key_file(path: Path) -> PrivateKeyFile:
         _, rest = take(rest)
         _, rest = take(rest)
         public, _ = take(rest[4:])
-    except (IndexError, binascii.Error, struct.error, PublicKeyError):
+    except (IndexError, binascii.Error, PublicKeyError):
         raise PublicKeyError(
             f"{path} is not a private key in OpenSSH's own form; convert it with: ssh-keygen -p -f {path}"
         ) from None
@@ -89,7 +88,7 @@ def read_private_key_file(path: Path) -> PrivateKeyFile:
 
 
 def fields(content: bytes) -> list[bytes]:
-    """Every length-prefixed field of ``content``; raises :class:`PublicKeyError` or ``struct.error`` when cut off."""
+    """Every length-prefixed field of ``content``; raises :class:`PublicKeyError` when cut off."""
     found = []
     while content:
         field, content = take(content)
@@ -101,10 +100,10 @@ def fields(content: bytes) -> list[bytes]:
 
 def take(content: bytes) -> tuple[bytes, bytes]:
     """The first length-prefixed field and the rest; raises as :func:`fields`."""
-    (length,) = struct.unpack_from(">I", content)
-    if len(content) < 4 + length:
+    end = 4 + int.from_bytes(content[:4], "big")
+    if len(content) < max(4, end):
         raise PublicKeyError("cut off")
-    return content[4 : 4 + length], content[4 + length :]
+    return content[4:end], content[end:]
 
 
 def _sound(kind: str, parts: list[bytes]) -> bool:

@@ -43,7 +43,7 @@ def split(body: bytes) -> Signed:
         signature, end = take(rest)
         if end:
             raise PublicKeyError
-    except (struct.error, PublicKeyError):
+    except PublicKeyError:
         raise ValueError("it is no whole certificate of an Ed25519 key") from None
     return Signed(body[: -len(rest)], ca, signature)
 

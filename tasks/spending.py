@@ -80,6 +80,8 @@ class Spending:
 
     def debit(self, serial: int, grant: ReadGrant, count: int) -> None:
         """Debit ``count`` bytes of a grant, before they are asked for; raises ``Refused`` when fewer are left."""
+        if count < 0:
+            raise Refused(f"{count} bytes cannot be debited")
         left = self._left(serial, grant, begun=True)
         if left.bytes < count:
             raise Refused(

@@ -94,7 +94,7 @@ class Site:
         }
         for name, changes in entries.items():
             hosts[name] = hosts.get(name, {}) | changes
-        ca = public_keys.normalise(self.ca_key.with_suffix(".pub").read_text())
+        ca = public_keys.normalise_signing(self.ca_key.with_suffix(".pub").read_text())
         return parse(json.dumps({"version": 1, "guard": {"ca_public_key": ca, "lab": True}, "hosts": hosts}))
 
     def ordinary_entry(self, **changes: Any) -> dict[str, Any]:
@@ -175,8 +175,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 
 @contextmanager
-def both_sshds(folder: Path) -> Iterator[Site]:
-    """Both sshds, with all their files in ``folder``; the test is skipped where none is installed."""
+def both_sshds(folder: Path, ca_public_key: str | None = None) -> Iterator[Site]:
+    """Both sshds, with all their files in ``folder``; the test is skipped where none is installed.
+
+    ``ca_public_key`` is of a CA whose key is elsewhere, in a token.
+    """
     sshd = shutil.which("sshd", path=os.environ["PATH"] + ":/usr/sbin")
     if sshd is None:
         pytest.skip("no sshd is installed")
@@ -185,6 +188,9 @@ def both_sshds(folder: Path) -> Iterator[Site]:
     ca_key, login_key = folder / "ca", folder / "login"
     for key in (ca_key, login_key):
         process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(key)])
+    if ca_public_key is not None:
+        ca_key.unlink()
+        ca_key.with_suffix(".pub").write_text(ca_public_key + "\n")
     (folder / "principals").write_text("dflash-gate\n")
     process.run(["ssh-keygen", "-q", "-k", "-f", str(folder / "revoked")])
     (folder / "gate").mkdir(mode=0o700)

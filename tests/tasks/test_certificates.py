@@ -1,6 +1,7 @@
 import base64
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,31 @@ def test_openssh_reads_the_same_certificate(signed: Path) -> None:
     assert "Extensions: (none)" in printed
 
 
+def test_a_gate_that_authorized_keys_starts_is_told_serial_and_end(guard: GuardState, signed: Path) -> None:
+    terms = replace(TERMS, enforcement="authorized-keys")
+    again = signed.with_name("again.pub")
+    again.write_bytes(signed.with_name("throwaway.pub").read_bytes())
+    certificate = signing.sign(again, terms, SigningKey(guard.keys["ca"], guard.ca_key, attended=False))
+    assert certificates.read(certificate, guard.keys["ca"]).terms == terms
+    printed = process.run(["ssh-keygen", "-L", "-f", certificate]).stdout
+    assert f"force-command .dflash/dflash-gate {TERMS.digest} {TERMS.serial} {TERMS.not_after}\n" in printed
+
+
+@pytest.mark.parametrize("kind", ["rsa", "ecdsa"])
+def test_a_ca_key_of_another_type_signs_as_well(guard: GuardState, signed: Path, kind: str, tmp_path: Path) -> None:
+    public = make_key(tmp_path / "ca", kind=kind)
+    make_key(tmp_path / "throwaway")
+    key = SigningKey(public, tmp_path / "ca", attended=False)
+    assert certificates.read(signing.sign(tmp_path / "throwaway.pub", TERMS, key), public).terms == TERMS
+
+
+def test_a_signature_over_a_sha1_digest_approves_nothing(guard: GuardState, signed: Path, tmp_path: Path) -> None:
+    public = make_key(tmp_path / "ca", kind="rsa")
+    sha1 = sign_otherwise(guard, "-t", "ssh-rsa", ca=tmp_path / "ca")
+    with pytest.raises(CertificateError, match="SHA-1"):
+        certificates.read(sha1, public)
+
+
 def test_a_certificate_of_another_ca_approves_nothing(guard: GuardState, signed: Path) -> None:
     make_key(guard.folder / "ca2")
     with pytest.raises(CertificateError, match="another CA"):
@@ -73,6 +99,13 @@ def test_a_certificate_of_another_ca_approves_nothing(guard: GuardState, signed:
         (("-n", "root"), (), "for the user"),
         (("-h",), ("force-command", "source-address"), "for|command|options"),
         (("-I", "me"), (), "key id"),
+        (("-V", "-1m:forever"), (), "no end"),
+        (("-V", "always:forever"), (), "no end"),
+        (("-O", f"force-command=./dflash-gate {'d' * 64}"), ("force-command",), "options"),
+        (("-O", f"force-command=dflash-gate {'d' * 64} x"), ("force-command",), "forced command"),
+        (("-O", f"force-command=.dflash/dflash-gate {'d' * 64}"), ("force-command",), "options"),
+        (("-O", f"force-command=.dflash/dflash-gate {'d' * 64} 2 9"), ("force-command",), "options"),
+        (("-O", f"force-command=.dflash/dflash-gate {'d' * 64} 1 99"), ("force-command",), "options"),
     ],
 )
 def test_what_the_guard_would_not_sign_approves_nothing(

@@ -8,8 +8,12 @@ import pytest
 
 from tasks import certificates, process, public_keys, signing
 from tasks.certificates import CertificateError, Terms
+from tasks.gate import open_session
+from tasks.plans import Plan
 from tasks.signing import SigningKey
 from tests.guard_state import make_key
+from tests.sshds import both_sshds
+from tests.terminals import Terminal
 from tests.tokens import SK_ECDSA, SK_ED25519, Token, string
 
 NOW = int(time.time())
@@ -83,6 +87,23 @@ def test_a_touch_that_was_written_in_afterwards_is_found(token: Token, tmp_path:
     signed.write_text(f"{kind} {base64.b64encode(raw[:-5] + bytes([1]) + raw[-4:]).decode()}\n")
     with pytest.raises(CertificateError, match="its signature is wrong"):
         certificates.read(signed, token.public_line)
+
+
+def test_a_hosts_sshd_and_gate_take_what_a_token_signed(
+    token: Token, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = tmp_path / "step.pt"
+    step.write_bytes(b"x" * 1000)
+    monkeypatch.setattr("sys.stdin", Terminal())
+    (tmp_path / "site").mkdir()
+    with both_sshds(tmp_path / "site", token.public_line) as site, token.agent(tmp_path) as socket:
+        operator = site.operator(tmp_path / "operator")
+        request = operator.store.request(Plan(grant=operator.grant(path=str(step)), effect="a test reads"))
+        monkeypatch.setenv("SSH_AUTH_SOCK", socket)
+        approval = operator.store.approve(request.id, reason="a test", agent=True).read
+        with open_session(operator.connector, operator.train, approval) as session:
+            assert session.stat(str(step)).size == 1000
+        assert public_keys.fingerprint(token.public_line) in site.protected.logged()
 
 
 ALTERED: list[tuple[str, Callable[[bytes, bytes], bytes]]] = [

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from tasks.errors import Refused
 from tasks.lab_sites import HOSTS
 from tasks.signing import LAB_ADDRESSES, SigningKey
 from tests.guard_state import PASSPHRASE, GuardState, make_key
-from tests.terminals import at_a_terminal
+from tests.terminals import Terminal, at_a_terminal
 from tests.tokens import SK_ED25519, Token
 
 NOW = int(time.time())
@@ -31,14 +31,6 @@ guard = object.__new__(GuardState)
 guard.folder = Path(sys.argv[1])
 run_cli(lambda: guard.store.approve(sys.argv[2], reason="a test", ca_key=guard.ca_key))
 """
-
-
-@dataclass
-class Terminal:
-    """A stdin that somebody sits at."""
-
-    def isatty(self) -> bool:
-        return True
 
 
 @pytest.fixture
