@@ -275,11 +275,10 @@ def _relay_file(
                 reread=settings.reread,
                 patience=settings.patience,
             )
-            missing = identity.size - sum(span.length for span in notes.spans if span.stored)
             begun = time.monotonic()
             digest = transfer.run()
             seconds = time.monotonic() - begun
-    return RelayResult(source, destination, identity, digest, seconds, streams, missing)
+    return RelayResult(source, destination, identity, digest, seconds, streams, transfer.missing)
 
 
 class _First:

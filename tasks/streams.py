@@ -3,14 +3,14 @@
 A stream is one session with the source's gate, one receiver on the destination and the pump between them; it takes one
 range after the other. The first stream holds the transfer open and gives the file its name; the others join it. A lost
 link costs the range that was on it: the stream connects anew and goes on, as long as something moved within
-``patience`` seconds. Everything else ends the transfer, and the journal keeps what arrived.
+``patience`` seconds and ranges arrive. Everything else ends the transfer, and the journal keeps what arrived.
 """
 
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,10 @@ from tasks.transfer import Moved, Pace, Progress, Receiver, ReceiverLostError, S
 
 PATIENCE_SECONDS = 120.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+CONNECTS_AT_ONCE = 3
+"""An sshd drops connections while too many have not logged in yet (MaxStartups)."""
+MOST_BROKEN_RANGES = 5
+"""So often may the link break in the middle of a range without one arriving before the transfer gives up."""
 PROGRESS_SECONDS = 0.1
 BUSY = "sessions are open on this host already"
 
@@ -79,8 +83,13 @@ class Transfer:
         self._helpers: list[threading.Thread] = []
         self._under_way: set[GateSession | Receiver] = set()
         self._stopping = threading.Event()
+        self._connecting = threading.BoundedSemaphore(CONNECTS_AT_ONCE)
+        self._reached = False
         self._moved_bytes = self._reported = 0.0
+        self._stored_ranges = 0
         self._last_moved = time.monotonic()
+        self.missing = self.journal.size
+        """Bytes that were not there when the destination was first asked."""
 
     def run(self) -> str:
         try:
@@ -91,26 +100,26 @@ class Transfer:
     # --- the first stream
 
     def _lead(self) -> str:
-        with self.ends.session() as session, self.ends.receiver() as receiver:
-            with self._abortable(session, receiver):
-                committed = self._open_transfer(receiver)
-                if committed is not None:
-                    return committed
-                if not self._helpers:
-                    self._start_helpers()
+        with self._connected(self._open_transfer) as (session, receiver, committed):
+            if committed is not None:
+                return self._done(committed)
+            if not self._helpers:
+                self._start_helpers()
+            self._move(session, receiver)
+            while self._helpers_at_work() or self._waiting:
                 self._move(session, receiver)
-                while self._helpers_at_work() or self._waiting:
-                    self._move(session, receiver)
-                    time.sleep(0.02)
-                self._raise_failure()
-                self._report(force=True)
-                self.content.check_unchanged(session)
+                time.sleep(0.02)
+            self._raise_failure()
+            self._report(force=True)
+            self._check_unchanged(session, receiver)
             return self._commit(receiver)
 
     def _open_transfer(self, receiver: Receiver) -> str | None:
         """Reserve the space, or find out what is there of an earlier try; the sha256 when all of it was finished."""
         opened = receiver.open(self.path, self.content.size, self.journal.transfer)
         if opened.committed is not None:
+            if not self._reached:
+                self.missing = 0
             return opened.committed
         if opened.fresh and self._helpers_at_work():
             raise TransferError(f"{self.path}: what had arrived was removed there meanwhile; relay it again")
@@ -127,7 +136,18 @@ class Transfer:
             self._waiting = deque(span for span in self.journal.spans if not span.stored)
             self._moved_bytes = sum(span.length for span in self.journal.spans if span.stored)
             self._report(force=True)
+        if not self._reached:
+            self._reached, self.missing = True, sum(span.length for span in self._waiting)
         return None
+
+    def _check_unchanged(self, session: GateSession, receiver: Receiver) -> None:
+        try:
+            self.content.check_unchanged(session)
+        except TransferError:
+            # of use to nobody: the next relay of that source moves another state of it
+            receiver.discard()
+            self.journal.remove()
+            raise
 
     def _commit(self, receiver: Receiver) -> str:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
@@ -137,6 +157,9 @@ class Transfer:
             if self.reread and not isinstance(error, ReceiverLostError):
                 self.journal.begin_anew()
             raise
+        return self._done(sha256)
+
+    def _done(self, sha256: str) -> str:
         self.journal.remove()
         return sha256
 
@@ -159,14 +182,29 @@ class Transfer:
                 self._fail(error)
 
     def _join(self) -> None:
-        with self.ends.session() as session, self.ends.receiver() as receiver, self._abortable(session, receiver):
-            receiver.join(self.path, self.content.size, self.journal.transfer)
+        with self._connected(self._join_transfer) as (session, receiver, _):
             self._move(session, receiver)
+
+    def _join_transfer(self, receiver: Receiver) -> None:
+        receiver.join(self.path, self.content.size, self.journal.transfer)
 
     def _helpers_at_work(self) -> bool:
         return any(thread.is_alive() for thread in self._helpers)
 
     # --- every stream
+
+    @contextmanager
+    def _connected(self, greet: Callable[[Receiver], T]) -> Iterator[tuple[GateSession, Receiver, T]]:
+        """A session, a receiver and what ``greet`` got from it; few streams connect at once."""
+        with ExitStack() as stack:
+            with self._connecting:
+                if self._stopping.is_set():
+                    raise _Stopped
+                session = stack.enter_context(self.ends.session())
+                receiver = stack.enter_context(self.ends.receiver())
+                stack.enter_context(self._abortable(session, receiver))
+                greeting = greet(receiver)
+            yield session, receiver, greeting
 
     def _move(self, session: GateSession, receiver: Receiver) -> None:
         """Take range after range until none waits."""
@@ -192,6 +230,7 @@ class Transfer:
                 f"with {stored[:16]}…: they were changed on the way; relay it again"
             )
         self.journal.stored(span)
+        self._stored_ranges += 1
 
     def _next(self) -> Span | None:
         with self._lock:
@@ -221,20 +260,25 @@ class Transfer:
             self.progress(min(int(self._moved_bytes), self.content.size), self.content.size)
 
     def _persistently(self, attempt: Callable[[], T]) -> T:
-        """Repeat ``attempt`` over lost links while something moved within the patience."""
-        pause = FIRST_PAUSE
+        """Repeat ``attempt`` over lost links while something moved within the patience and ranges arrive."""
+        pause, broken = FIRST_PAUSE, 0
         while True:
-            begun = time.monotonic()
+            begun, stored = time.monotonic(), self._stored_ranges
             try:
                 return attempt()
             except DFlashError as error:
                 if self._stopping.is_set():
                     raise _Stopped from None
-                if not _is_lost_link(error) or time.monotonic() - self._last_moved > self.patience:
+                moved = self._last_moved > begun
+                broken = 0 if self._stored_ranges > stored else broken + moved
+                # what cannot be reached at all is said at once
+                if not self._reached or not _is_lost_link(error) or broken >= MOST_BROKEN_RANGES:
+                    raise
+                if time.monotonic() - self._last_moved > self.patience:
                     raise
                 if self.notice is not None:
                     self.notice(f"{error}; trying again")
-            pause = FIRST_PAUSE if self._last_moved > begun else min(2 * pause, LONGEST_PAUSE)
+            pause = FIRST_PAUSE if moved else min(2 * pause, LONGEST_PAUSE)
             if self._stopping.wait(pause):
                 raise _Stopped
 

@@ -37,7 +37,7 @@ import struct
 import sys
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from io import FileIO
 from typing import Any
 
@@ -71,22 +71,34 @@ class Part:
         self.whole, self.hashed = hashlib.sha256(), 0  # of the first bytes, as far as they came in order
 
     def committed(self) -> str | None:
-        """The sha256 of the file under its final name when this very transfer put it there."""
+        """The sha256 of the file under its final name when this very transfer put it there and it still is that."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with open(self.path + SIDECAR, encoding="utf-8") as file:
                 fields = json.load(file)
-            if fields["transfer"] == self.transfer and os.stat(self.path).st_size == self.size == fields["bytes"]:
-                return str(fields["sha256"])
+            if (fields["transfer"], fields["bytes"]) != (self.transfer, self.size):
+                return None
+            self.fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                if os.fstat(self.fd).st_size == self.size and self.hash(0, self.size) == fields["sha256"]:
+                    return str(fields["sha256"])
+            finally:
+                os.close(self.fd)
         return None
 
     def open(self) -> bool:
         """Make the file, or take up what there is of it; True when there was nothing."""
+        if os.path.islink(self.path):
+            raise ReceiveError(
+                f"{self.path!r} is a symbolic link to {os.readlink(self.path)!r}, which would be replaced by the file: "
+                "name the file itself"
+            )
         if os.path.isdir(self.path):
             raise ReceiveError(f"{self.path!r} is a directory: give the file's full name")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ReceiveError(f"{self.path!r} is a device, a pipe or a socket: name a file")
         os.makedirs(self.directory, exist_ok=True)
-        self._remove_stale_parts()
+        with naming_in(self.directory):
+            self._remove_stale_parts()
         self._lock()
         fresh = os.fstat(self.fd).st_size != self.size or not self.size
         if fresh:
@@ -145,12 +157,13 @@ class Part:
                     )
         self._feed(self.hashed, self.size - self.hashed, self.whole.update)
         sha256 = self.whole.hexdigest()
-        # beside another file it would be believed, so an old one goes first and the new one comes last
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(self.path + SIDECAR)
-        os.replace(self.temporary, self.path)
-        self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
-        sync_folder(self.directory)
+        with naming_in(self.directory):
+            # beside another file it would be believed, so an old one goes first and the new one comes last
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.path + SIDECAR)
+            os.replace(self.temporary, self.path)
+            self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
+            sync_folder(self.directory)
         os.close(self.fd)
         return sha256
 
@@ -192,7 +205,7 @@ class Part:
             os.posix_fallocate(self.fd, 0, self.size)
 
     def _remove_stale_parts(self) -> None:
-        part_of_this = re.compile(re.escape(f".{self.name}.part-") + "[0-9a-f]{16}")
+        part_of_this = re.compile(re.escape(f".{self.name}.part-") + r"[0-9a-f]{16}(\.json)?")
         for entry in os.listdir(self.directory):
             path = os.path.join(self.directory, entry)
             if part_of_this.fullmatch(entry) and path != self.temporary:
@@ -228,6 +241,18 @@ def lock_holder(fd: int) -> int:
     if kind == fcntl.F_UNLCK or pid in (0, -1, os.getpid()):
         raise ProcessLookupError
     return int(pid)
+
+
+@contextlib.contextmanager
+def naming_in(path: str) -> Iterator[None]:
+    """One receiver at a time gives names in a folder, so that no sidecar comes to stand beside another's file."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):  # a file system without such locks
+            fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def unlink_if_unlocked(path: str) -> None:

@@ -1,13 +1,15 @@
 """The receiver as the destination runs it: one process, its stdin, its replies, and the directory it leaves."""
 
+import fcntl
 import hashlib
 import json
 import os
+import select
 import shutil
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -172,6 +174,44 @@ def test_finished_transfer_whose_answer_was_lost_is_known(destination: Open) -> 
     assert destination().open(transfer=SECOND)["fresh"] is True
 
 
+@pytest.mark.parametrize("change", ["another byte", "longer", "gone"])
+def test_finished_transfer_whose_file_was_changed_afterwards_is_not_believed(destination: Open, change: str) -> None:
+    first = destination()
+    first.begin()
+    first.write(CONTENT)
+    assert first.commit()["ok"]
+    if change == "gone":
+        (first.directory / "file").unlink()
+    else:
+        with (first.directory / "file").open("r+b") as file:
+            file.seek(0 if change == "another byte" else len(CONTENT))
+            file.write(b"!")
+    assert destination().open() == {"ok": True, "committed": None, "fresh": True}
+
+
+def test_receivers_give_names_one_after_the_other(destination: Open) -> None:
+    """A sidecar beside another receiver's file would be believed."""
+    first, second = destination(), destination()
+    first.begin()
+    first.write(CONTENT)
+    with open_folder(first.directory) as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        first.send({"verb": "commit", "ranges": [], "reread": False, "sidecar": {}})
+        second.send({"verb": "open", "path": str(first.directory / "file"), "size": 5, "transfer": SECOND})
+        assert first.process.stdout is not None
+        assert not select.select([first.process.stdout], [], [], 0.5)[0]
+        assert first.names() == [f".file.part-{FIRST}"]
+    assert first.reply() == {"ok": True, "sha256": DIGEST}
+    assert second.reply()["fresh"] is True
+
+
+@contextmanager
+def open_folder(path: Path) -> Iterator[int]:
+    descriptor = os.open(path, os.O_RDONLY)
+    yield descriptor
+    os.close(descriptor)
+
+
 def test_range_that_changed_on_the_disk_is_found_by_reading_again(destination: Open) -> None:
     there = destination()
     there.begin()
@@ -231,12 +271,29 @@ def test_directory_as_destination_is_refused(destination: Open) -> None:
 
 def test_device_or_pipe_as_destination_is_refused(destination: Open, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "null").symlink_to("/dev/null")
-    for name in ("pipe", "null"):
+    for path in (tmp_path / "pipe", Path("/dev/null")):
         there = destination()
-        assert "is a device, a pipe or a socket" in there.open(name)["message"]
+        assert "is a device, a pipe or a socket" in there.open(path)["message"]
         assert there.end()[0] == 1
-    assert there.names() == ["null", "pipe"]
+    assert there.names() == ["pipe"]
+
+
+def test_symbolic_link_as_destination_is_refused_and_stays(destination: Open, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"other")
+    for name, target in (("file", "other"), ("dangling", "nowhere")):
+        (tmp_path / name).symlink_to(target)
+        there = destination()
+        assert f"is a symbolic link to '{target}'" in there.open(name)["message"]
+        assert there.end()[0] == 1
+        assert os.readlink(tmp_path / name) == target
+    assert there.names() == ["dangling", "file", "other"]
+
+
+def test_symbolic_link_in_the_place_of_the_temporary_file_is_not_followed(destination: Open, tmp_path: Path) -> None:
+    (tmp_path / "other").write_bytes(b"other")
+    (tmp_path / f".file.part-{FIRST}").symlink_to("other")
+    assert "symbolic links" in destination().open()["message"]
+    assert (tmp_path / "other").read_bytes() == b"other"
 
 
 def test_relative_destination_is_refused(destination: Open) -> None:
@@ -283,7 +340,8 @@ def test_only_parts_of_the_same_name_are_removed(destination: Open) -> None:
     others = [".file.part-", ".file.part-keep", ".files.part-0123456789abcdef", "file.part-0123456789abcdef"]
     for name in others:
         (there.directory / name).touch()
-    (there.directory / ".file.part-0123456789abcdef").touch()
+    for stale in (".file.part-0123456789abcdef", ".file.part-0123456789abcdef.json"):
+        (there.directory / stale).touch()
     there.begin(size=0)
     assert there.commit()["ok"]
     assert there.names() == sorted([*others, *WHOLE])
