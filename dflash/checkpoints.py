@@ -33,6 +33,7 @@ from dflash.drafter import Drafter
 from dflash.formats import ReadConfig, our_name, read_config, unwrapped
 from dflash.manifest import DRAFTER, PROBE, REPLAY, Manifest, read_manifest, require_sha256, verify
 from dflash.recipes import Recipe, RecipeError, describe
+from dflash.safetensors_header import training_told
 
 ConfigSource = Literal["key config", "config.json beside", "--drafter-config", "reference"]
 
@@ -166,7 +167,7 @@ def open_checkpoint(path: str | Path, *, drafter_config: Path | None = None, ref
             sealed, manifest = read_manifest(path)
             verify(path, sealed)
         files = tuple(read_safetensors_file(shard) for shard in weight_files(path, kind))
-        content = manifest or {}
+        content = manifest or training_told(files[0].metadata)
         beside = path / "config.json"
         states = [file.content for file in files]
     tensors = _named(path, kind, list(zip(files, states, strict=True)))

@@ -70,6 +70,15 @@ def write_header(tensors: Sequence[tuple[str, str, tuple[int, ...]]], metadata: 
     return len(text).to_bytes(8, "little") + text
 
 
+def training_told(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """What the checkpoint that a file was made of said of its training; empty where nothing legible is there."""
+    try:
+        told = json.loads(metadata.get(TRAINING, "{}"))
+    except (ValueError, RecursionError):
+        return {}
+    return told if isinstance(told, dict) else {}
+
+
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
     """The strides, in elements, of a tensor whose elements lie in the order of its axes."""
     return tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))

@@ -100,9 +100,10 @@ def _ranges(pieces: Sequence[Piece], most: int) -> Iterator[Range]:
             run = []
             waiting.append(piece)
             continue
+        taken = taken or _smallest(piece)
         if gap:
             run.append(Piece(piece.file, piece.offset - gap, gap, piece.place, 0))
-        if 0 < taken < piece.length:
+        if taken < piece.length:
             piece, rest = piece.split(taken)
             waiting.append(rest)
         run.append(piece)
@@ -111,11 +112,14 @@ def _ranges(pieces: Sequence[Piece], most: int) -> Iterator[Range]:
 
 
 def _fitting(piece: Piece, room: int) -> int:
-    """How many bytes of ``piece`` can be read within ``room``: whole elements; nothing or all of what is gathered."""
-    if piece.length <= room:
+    """How many bytes of ``piece`` can be read within ``room``, in steps of what cannot be cut."""
+    return piece.length if piece.length <= room else max(0, room) // _smallest(piece) * _smallest(piece)
+
+
+def _smallest(piece: Piece) -> int:
+    if piece.gather:
         return piece.length
-    unit = ITEM_SIZES[piece.narrow] if piece.narrow else 1
-    return 0 if piece.gather else max(0, room) // unit * unit
+    return ITEM_SIZES[piece.narrow] if piece.narrow else 1
 
 
 def _gap(before: Piece, after: Piece) -> int:
