@@ -155,7 +155,7 @@ class _Attempts:
             approval = self.approved.of(self.look.action)
             assert isinstance(approval.action, Run)
             changes.run(self.connector, self.host, approval, approval.action, lambda _, data: written.extend(data))
-        except GateError as error:
+        except DFlashError as error:
             return Finding(name, "fail", said(str(error)), "the command that looks at the owners could not be run")
         owners = dict(_owners(written.decode("utf-8", "replace")))
         if not {"/proc/self", self.host.gate_state, self.gate} <= owners.keys():
