@@ -9,19 +9,25 @@ import typer
 from rich.text import Text
 
 from dflash.errors import DFlashError, UsageError
-from flows.terminal import AsJson, HostsFile, console, listing
+from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, show_plan
 from tasks import inventory
 from tasks.actions import escape
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit, select, show_time
 from tasks.errors import Refused
 from tasks.quantities import duration
+from tasks.reconcile import plan_reconcile, reconcile_host
+from tasks.ssh import Connector
 
 app = typer.Typer(no_args_is_help=True, help="The record of requests, decisions, uses and refusals.")
 
 
 class AuditBrokenError(DFlashError):
     """The audit log does not hold together."""
+
+
+class LogsDifferError(DFlashError):
+    """A host's log and the audit log do not tell the same."""
 
 
 @app.command()
@@ -70,6 +76,35 @@ def verify(hosts: HostsFile = None) -> None:
         raise AuditBrokenError(f"{audit.file} does not hold: {'; '.join(problems)}")
     count = sum(1 for _ in audit.entries())
     typer.echo(f"{count} entries hold together, {len(heads)} certificates were signed over them")
+
+
+@app.command()
+def reconcile(
+    name: Annotated[str, typer.Argument(metavar="HOST", help="A protected host with a gate of its own.")],
+    plan: PlanOnly = False,
+    hosts: HostsFile = None,
+    as_json: AsJson = False,
+) -> None:
+    """Lay HOST's own log beside this one: what either has that the other has not. Reading it needs an approval."""
+    connector = Connector.load(hosts)
+    host = connector.inventory.host(name)
+    wanted = plan_reconcile(host)
+    if plan:
+        show_plan(connector.store, wanted, host.name, as_json=as_json)
+        return
+    found = reconcile_host(connector, host, connector.store.require(wanted).read)
+    if as_json:
+        typer.echo(json.dumps([vars(difference) for difference in found]))
+    elif found:
+        table = listing("time", "in the log of", "serial", "what", folded="what")
+        for one in found:
+            side = "the host" if one.side == "host" else "this program"
+            table.add_row(show_time(one.time), side, str(one.serial), Text(escape(one.what)))
+        console().print(table)
+    else:
+        typer.echo(f"both logs tell the same of {host.name}")
+    if found:
+        raise LogsDifferError(f"the logs of {host.name} and of this machine differ in {len(found)} points; see above")
 
 
 def _since(text: str) -> float:

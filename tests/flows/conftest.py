@@ -12,19 +12,23 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash.metrics import judge, summarize
+from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
 from tasks import process, public_keys
 from tasks.ssh import Connector
 from tests.sshds import Site, both_sshds
 
 EVALUATOR = """#!/bin/sh
-echo 'no model is here' >&2
-exit 1
+while [ "$1" != --output ]; do shift; done
+mkdir -p "$2" && cp {reports}/* "$2"
 """
+"""Stands in for ``dflash evaluate``, which has tests of its own: leaves a report that was written before."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +67,7 @@ def operator(own_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     remote = tmp_path / "remote"
     evaluator = remote / "environments" / "current" / "bin" / "dflash"
     evaluator.parent.mkdir(parents=True)
-    evaluator.write_text(EVALUATOR)
+    evaluator.write_text(EVALUATOR.format(reports=_report(remote / "report")))
     evaluator.chmod(0o755)
     checkpoint = remote / "checkpoints" / "step_100.pt"
     checkpoint.parent.mkdir()
@@ -91,6 +95,33 @@ def _hosts(site: Site, remote: Path) -> dict[str, Any]:
     folders = {name: str(remote / name) for name in ("environments", "jobs", "cache", "target")}
     guard = {"ca_public_key": ca, "ca_key": str(site.ca_key), "lab": True}
     return {"version": 1, "guard": guard, "hosts": {"kpro6": protected, "ct129": site.ordinary_entry(**folders)}}
+
+
+def _report(folder: Path) -> Path:
+    """A folder with the files of a finished evaluation."""
+    metrics = summarize([judge("a", 0, [1, 2, 3], [0, 0, 0], [1, 2, 3, 4])], [], {}, seed=0)
+    settings = {"mode": "replay", "max_new_tokens": 4, "ignore_eos": True, "thinking": None, "block_size": 4}
+    settings |= {"mask_token_id": 1, "target_layer_ids": [1], "prompts": "p", "prompts_sha256": "22", "num_prompts": 1}
+    settings |= {"max_blocks": None, "completions": "target", "completion_agreement": 1.0, "device": "cpu", "seed": 0}
+    target = {"path": "t", "class": "C", "tensors": 3, "kernel": "torch", "dtype": "float32", "fingerprint": "11"}
+    report = Report(
+        created=datetime(2026, 2, 6, tzinfo=UTC),
+        valid=True,
+        invalid_because=[],
+        checkpoint=CheckpointInfo(path="step_100.pt", sha256="00", format="pt", step=100, config_source="key config"),
+        target=TargetInfo.model_validate(target),
+        settings=Settings.model_validate(settings),
+        versions={},
+        metrics=metrics,
+        prompts=[PromptResult(id="a", text="x", tokens=4, rounds=1, tau=4.0, token_ids=[1])],
+        checks=[],
+        timings={},
+    )
+    folder.mkdir()
+    (folder / "report.json").write_text(report.to_json())
+    (folder / "rounds.jsonl").write_text("{}\n")
+    (folder / "report.md").write_text("# a report\n")
+    return folder
 
 
 @pytest.fixture(scope="session")
