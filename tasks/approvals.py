@@ -114,9 +114,9 @@ class ApprovalStore:
         return self._with_outcomes([self._get(request_id)])[0]
 
     def _get(self, request_id: str) -> Request:
-        for request in self._files.read_all():
-            if request.id == request_id:
-                return request
+        request = self._files.read(request_id)
+        if request is not None:
+            return request
         raise Refused(f"no request {escape(request_id)!r}; 'dflash-ops guard requests' lists those that wait")
 
     def approve(

@@ -5,6 +5,7 @@ The files are a queue, not an authority: an approval counts only while its certi
 
 import fcntl
 import os
+import re
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,6 +113,12 @@ class RequestFiles:
         with self.usable():
             files = sorted(self._requests.glob("*.json"))
             return sorted(map(self._read, files), key=lambda request: request.created)
+
+    def read(self, request_id: str) -> Request | None:
+        """One request, None when there is none; others that are corrupt do not matter to it."""
+        file = self._requests / f"{request_id}.json"
+        with self.usable():
+            return self._read(file) if re.fullmatch("[0-9a-f]{8}", request_id) and file.exists() else None
 
     def write(self, request: Request) -> None:
         """Replace the request's file, durably and as a whole."""

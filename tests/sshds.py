@@ -9,10 +9,11 @@ import getpass
 import json
 import os
 import shutil
+import signal
 import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -24,6 +25,7 @@ from tasks.actions import ReadGrant
 from tasks.approvals import Approval, ApprovalStore
 from tasks.audit import Audit
 from tasks.inventory import Host, Inventory, parse
+from tasks.lab_sites import sshd_sessions
 from tasks.plans import Plan
 from tasks.process import Popen
 from tasks.ssh import Connector
@@ -67,6 +69,28 @@ class Sshd:
 
     def logged(self) -> str:
         return self.log.read_text()
+
+    @property
+    def config(self) -> Path:
+        return self.log.with_name("sshd_config")
+
+    def sessions(self) -> list[int]:
+        """The processes that serve its open sessions."""
+        return sshd_sessions(self.running.pid)
+
+    def crash(self) -> None:
+        """Kill it with all its sessions; what ran in them loses its streams."""
+        for pid in (self.running.pid, *self.sessions()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.running.wait()
+
+    def restart(self) -> None:
+        """Start it again, after a crash or with a changed configuration."""
+        if self.running.poll() is None:
+            self.crash()
+        self.running = _run(self.running.args[0], self.config, self.log)  # type: ignore[index]
+        _wait_for(self.address, self.port, self.running, self.log)
 
 
 @dataclasses.dataclass
@@ -242,10 +266,14 @@ def _start(sshd: str, folder: Path, address: str, *, authorized_keys: str, more:
             more=_penalties(sshd, keys[0]) + more,
         )
     )
-    running = process.start([sshd, "-D", "-f", str(config), "-E", str(log)])
+    running = _run(sshd, config, log)
     _wait_for(address, port, running, log)
     public = tuple(public_keys.normalise(key.with_suffix(".pub").read_text()) for key in keys)
     return Sshd(address, port, second_port, public, log, running)
+
+
+def _run(sshd: str, config: Path, log: Path) -> Popen[bytes]:
+    return process.start([sshd, "-D", "-f", str(config), "-E", str(log)])
 
 
 def _penalties(sshd: str, host_key: Path) -> str:

@@ -3,10 +3,11 @@ import resource
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tasks.audit import Audit
+from tasks.audit import Audit, select
 from tasks.errors import Refused
 
 
@@ -157,6 +158,43 @@ def test_an_entry_is_never_longer_than_what_is_read_back(audit: Audit) -> None:
     with pytest.raises(Refused, match="the longest is"):
         audit.append("decision", reason="x" * 70_000)
     assert audit.verify() == []
+
+
+ENTRIES = [
+    {"time": 10.0, "event": "request", "request": "r1", "host": "kpro6"},
+    {"time": 20.0, "event": "decision", "request": "r1", "host": "kpro6"},
+    {"time": 30.0, "event": "request", "request": "r2", "host": "other"},
+    {"time": 40.0, "event": "countersignature", "request": "r2"},
+]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "times"),
+    [
+        ({}, [10, 20, 30, 40]),
+        ({"event": "request"}, [10, 30]),
+        ({"host": "kpro6"}, [10, 20]),
+        ({"request": "r2"}, [30, 40]),
+        ({"since": 20.0}, [20, 30, 40]),
+        ({"event": "request", "host": "other", "request": "r2", "since": 30.0}, [30]),
+        ({"event": "request", "since": 31.0}, []),
+        ({"event": "req"}, []),
+    ],
+)
+def test_entries_are_selected_by_all_that_is_given(wanted: dict[str, Any], times: list[int]) -> None:
+    assert [entry["time"] for entry in select(ENTRIES, **wanted)] == times
+
+
+def test_uses_are_told_apart_by_the_whole_serial(audit: Audit) -> None:
+    for serial in (1, 12):
+        audit.append("consumption", serial=serial)
+        audit.append("end", serial=serial, outcome="closed")
+        audit.append("refusal", serial=serial)
+    audit.append("decision", reason='"serial":1', serials=[1])
+    audit.append("consumption", serial="1")
+    audit.append("consumption", request="r9")
+    assert [(entry["event"], entry["serial"]) for entry in audit.uses(1)] == [("consumption", 1), ("end", 1)]
+    assert [entry["serial"] for entry in audit.uses()] == [1, 1, 12, 12]
 
 
 def append_many(file: Path, name: str) -> None:
