@@ -66,7 +66,7 @@ def go_on(store: ApprovalStore, request_id: str) -> None:
     """Start what asked for a request that counts now, or say how; where a second person is missing, say who."""
     request = store.get(request_id)
     if store.find(request.plan) is None:
-        typer.echo(f"it does not count yet: a second person signs with dflash-ops guard countersign {request.id}")
+        typer.echo(f"a second person signs it now: dflash-ops guard countersign {request.id}")
         return
     started = start_deployment(request)
     if started is not None:
