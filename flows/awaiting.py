@@ -6,7 +6,6 @@ no state that its API or its page can force lets anything through.
 """
 
 import io
-import os
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -24,17 +23,10 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
 
 STATE = "AwaitingApproval"
-AGENT_VARIABLES = ("SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_ASKPASS", "SSH_ASKPASS_REQUIRE")
 
 
 class NotStartedError(DFlashError):
     """The approval counts, but the deployment that asked for it could not be started."""
-
-
-def forget_agent() -> None:
-    """Take the way to the operator's agent out of this process: what runs a flow never signs an approval."""
-    for name in AGENT_VARIABLES:
-        os.environ.pop(name, None)
 
 
 def require(store: ApprovalStore, plan: Plan | None) -> Approved | None:

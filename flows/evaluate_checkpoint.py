@@ -14,7 +14,8 @@ from prefect.cache_policies import NO_CACHE
 
 from dflash.render import to_markdown
 from dflash.report import Report
-from flows.awaiting import awaiting_approval, forget_agent, require
+from flows.awaiting import awaiting_approval, require
+from flows.prefect_home import forget_agent
 from flows.terminal import shown_progress
 from tasks import evaluation
 from tasks.approvals import Approved

@@ -12,8 +12,21 @@ from tasks.state import state_dir
 EMBEDDED_SERVER_START_SECONDS = 180  # the first start migrates the database: 15 s on two idle cores
 
 
+AGENT_VARIABLES = ("SSH_AUTH_SOCK", "SSH_AGENT_PID", "SSH_ASKPASS", "SSH_ASKPASS_REQUIRE")
+
+
+def forget_agent() -> None:
+    """Take the way to the operator's agent out of this process: what runs a flow never signs an approval."""
+    for name in AGENT_VARIABLES:
+        os.environ.pop(name, None)
+
+
 def configure_prefect() -> None:
-    """Put this project's Prefect settings into the environment; what the user has set there stays."""
+    """Put this project's Prefect settings into the environment; what the user has set there stays.
+
+    The agent leaves the environment: whatever Prefect starts inherits it.
+    """
+    forget_agent()
     settings = {
         "PREFECT_HOME": str(state_dir() / "prefect"),
         "PREFECT_SERVER_ANALYTICS_ENABLED": "false",

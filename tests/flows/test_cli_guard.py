@@ -1,6 +1,4 @@
 import json
-import os
-import select
 import sys
 import time
 from collections.abc import Sequence
@@ -15,6 +13,7 @@ from flows import cli_audit, cli_guard, cli_hosts
 from tasks import process
 from tasks.errors import Refused
 from tests.guard_state import CHECKPOINT, PASSPHRASE, GuardState
+from tests.terminals import at_a_terminal
 
 COMMANDS = typer.Typer()
 COMMANDS.add_typer(cli_guard.app, name="guard")
@@ -175,30 +174,7 @@ def test_hosts_list(guard: GuardState) -> None:
     assert not listed["ct129"]["protected"]
 
 
-SPAWN = "import os, pty, sys; sys.exit(os.waitstatus_to_exitcode(pty.spawn(sys.argv[1:])))"
 PROGRAM = "from dflash.errors import run_cli; from tests.flows.test_cli_guard import main; run_cli(main)"
-
-
-def at_a_terminal(argv: Sequence[str], *dialogue: tuple[str, str]) -> tuple[int, str]:
-    """Run the command in a terminal of its own; for each (question, answer) wait for the one and type the other."""
-    command = [sys.executable, "-c", SPAWN, sys.executable, "-c", PROGRAM, *argv]
-    child = process.start(command, stdin=process.PIPE, stdout=process.PIPE, cwd=Path(__file__).parents[2])
-    assert child.stdin is not None
-    assert child.stdout is not None
-    said = answered = ""
-    for question, answer in dialogue:
-        while question not in said[len(answered) :]:
-            assert select.select([child.stdout], [], [], 60)[0], said
-            part = os.read(child.stdout.fileno(), 4096).decode()
-            assert part, said
-            said += part
-        answered = said
-        time.sleep(0.2)  # ssh-keygen throws away what was typed before it asked
-        child.stdin.write(answer.encode() + b"\n")
-        child.stdin.flush()
-    said += child.stdout.read().decode()
-    child.stdin.close()
-    return child.wait(), said
 
 
 def test_at_a_terminal_the_operator_sees_the_plan_and_types_the_passphrase(
@@ -207,7 +183,7 @@ def test_at_a_terminal_the_operator_sees_the_plan_and_types_the_passphrase(
     guard = state(tmp_path, monkeypatch, lab=False, passphrase=PASSPHRASE)
     request = guard.store.request(guard.plan())
     questions = ("reason", "nightly"), ("approve exactly this?", "y"), ("passphrase", PASSPHRASE)
-    code, said = at_a_terminal(["guard", "approve", request.id], *questions)
+    code, said = at_a_terminal(PROGRAM, ["guard", "approve", request.id], *questions)
     assert code == 0, said
     assert guard.plan().digest() in said.split("reason")[0]
     assert "signed with the operator's CA" in said
@@ -222,10 +198,10 @@ def test_a_wrong_passphrase_or_a_no_approves_nothing(tmp_path: Path, monkeypatch
     guard = state(tmp_path, monkeypatch, lab=False, passphrase=PASSPHRASE)
     request = guard.store.request(guard.plan())
     argv = ["guard", "approve", request.id, "--reason", "a test"]
-    code, said = at_a_terminal(argv, ("exactly this?", "y"), ("passphrase", "wrong"))
+    code, said = at_a_terminal(PROGRAM, argv, ("exactly this?", "y"), ("passphrase", "wrong"))
     assert code == 77, said
     assert "nothing was approved" in said
-    code, said = at_a_terminal(argv, ("exactly this?", "n"))
+    code, said = at_a_terminal(PROGRAM, argv, ("exactly this?", "n"))
     assert code == 1, said
     assert "nothing was decided" in said
     assert guard.store.get(request.id).status == "pending"
