@@ -12,7 +12,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # them, five times the CPU and more
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds"]
+pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_stores"]
 
 ON_HOSTS = ("tests/flows/", "tests/lab/", "tests/tasks/")
 
