@@ -55,7 +55,7 @@ def diagnose(
     connector.audit.append("doctor", host=host.name, request=full.id if full else None)
     with tempfile.TemporaryDirectory(prefix="dflash-doctor-") as folder:
         offers = Offers(connector, host, Path(folder), pause)
-        findings = [_enforcement(host), _ca_key(connector)]
+        findings = [_enforcement(host), ca_key(connector)]
         for row in (_host_keys, _no_certificate, _other_ca, _expired, _without_force_command):
             tell(row.__name__.strip("_").replace("_", " "))
             findings.append(row(offers))
@@ -93,7 +93,8 @@ def _enforcement(host: Host) -> Finding:
     )
 
 
-def _ca_key(connector: Connector) -> Finding:
+def ca_key(connector: Connector) -> Finding:
+    """Whether the CA's private key can sign on this machine without the operator."""
     name, guard = "CA key", connector.inventory.guard
     blob = public_keys.blob(guard.ca_public_key)
     held = [one for one in identities_here(folder=connector.store.folder).found if one.where == "agent"]
@@ -123,14 +124,19 @@ def _host_keys(offers: Offers) -> Finding:
     name, pinned = "host keys", set(offers.host.fingerprints)
     seen: dict[str, str] = {}
     for at in offers.endpoints:
-        for algorithm in KEY_ALGORITHMS:
-            # no key is known here, so that this ends right behind the key exchange
-            unknown = ("-o", f"HostKeyAlgorithms={algorithm}", "-o", "UserKnownHostsFile=/dev/null")
-            heard = hear(offers.ask(at, options=unknown))
-            if heard.host_key is not None:
-                seen[heard.host_key] = f"{heard.host_key} ({algorithm}, {place(at)})"
-            elif "no matching host key type" not in heard.complaint:
+        # no key is known here, so that this ends right behind the key exchange
+        unknown = ("-o", "UserKnownHostsFile=/dev/null")
+        every = ("-o", f"HostKeyAlgorithms={','.join(KEY_ALGORITHMS)}")
+        heard = hear(offers.ask(at, options=(*unknown, *every)))
+        if heard.host_key is None:
+            raise offers.connector.failure(at, heard.complaint)
+        seen[heard.host_key] = f"{heard.host_key} ({place(at)})"
+        # the first that both sides know was shown just now
+        for algorithm in [one for one in KEY_ALGORITHMS if one in heard.algorithms][1:]:
+            heard = hear(offers.ask(at, options=(*unknown, "-o", f"HostKeyAlgorithms={algorithm}")))
+            if heard.host_key is None:
                 raise offers.connector.failure(at, heard.complaint)
+            seen[heard.host_key] = f"{heard.host_key} ({algorithm}, {place(at)})"
     if not pinned & set(seen):
         raise HostKeyError(
             f"{offers.host.name} showed {', '.join(seen) or 'no key'}, and pinned are {', '.join(sorted(pinned))}; "
@@ -150,7 +156,7 @@ def _no_certificate(offers: Offers) -> Finding:
         for answer in offers.offer(at, [bare]):
             if answer.taken is not False:
                 return Finding(name, "fail", f"a key made for this was taken ({place(at)})", "anybody gets in there")
-        methods |= set(hear(offers.ask(at)).methods)
+            methods |= set(answer.methods)
     if others := sorted(methods - {"publickey"}):
         status: Status = "fail" if offers.host.enforcement == "host" else "warn"
         why = f"{offers.host.user} can also log in in ways that no certificate is needed for; see guard setup"

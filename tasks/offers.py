@@ -28,6 +28,8 @@ class Answer:
     endpoint: str
     taken: bool | None
     """None: it could not even be offered."""
+    methods: tuple[str, ...]
+    """Ways to log in that sshd names."""
 
 
 class Offers:
@@ -73,11 +75,12 @@ class Offers:
             if not answered:
                 # one that ssh does not speak keeps none of the others from being offered
                 answered, at_once = (set(batch), AT_ONCE) if at_once == 1 else (set(), 1)
-                yield from (Answer(waiting[number], at.user, place(at), None) for number in answered)
+                yield from (Answer(waiting[number], at.user, place(at), None, heard.methods) for number in answered)
             else:
                 taken = {files[file] for file in map(Path, heard.accepted) if file in files}
                 for number in sorted(answered):
-                    yield Answer(waiting[number], at.user, place(at), heard.let_in or number in taken)
+                    let_in = heard.let_in or number in taken
+                    yield Answer(waiting[number], at.user, place(at), let_in, heard.methods)
             waiting = {number: identity for number, identity in waiting.items() if number not in answered}
 
     def key_pair(self, name: str) -> Path:
@@ -108,7 +111,7 @@ class Heard:
     """What an attempt was answered, as ``ssh`` tells it."""
 
     offered: tuple[str, ...]
-    """Files of the keys that sshd was asked about, in their order."""
+    """Files of the keys that sshd was asked about and gave an answer to, in their order."""
     accepted: tuple[str, ...]
     """Files of those that it would take."""
     methods: tuple[str, ...]
@@ -117,22 +120,33 @@ class Heard:
     """Whether it let somebody in without any key."""
     host_key: str | None
     """Fingerprint of the key it showed."""
+    algorithms: tuple[str, ...]
+    """Host key algorithms that it has keys for."""
     complaint: str
     """What ssh said without its debugging."""
 
 
+ANSWERS = ("Authentications that can continue", "Server accepts key", "Authenticated to", "Too many authentication")
+
+
 def hear(text: str) -> Heard:
-    """Take apart what ``ssh`` said at its first level of debugging."""
+    """Take apart what ``ssh`` said at its second level of debugging."""
     methods = re.findall(r"^debug1: Authentications that can continue: (\S+)", text, re.MULTILINE)
     shown = re.findall(r"^debug1: Server host key: \S+ (SHA256:\S+)", text, re.MULTILINE)
+    # ssh names its own first, then the server's
+    algorithms = re.findall(r"^debug2: host key algorithms: (\S+)", text, re.MULTILINE)
     key = r"(.+?) [A-Z0-9-]+ SHA256:"
+    _, *offers = re.split(r"^debug1: Offering public key: ", text, flags=re.MULTILINE)
+    # a connection that breaks is no answer
+    answered = [offer for offer in offers if any(answer in offer for answer in ANSWERS)]
     return Heard(
-        offered=tuple(re.findall(rf"^debug1: Offering public key: {key}", text, re.MULTILINE)),
+        offered=tuple(match[1] for offer in answered if (match := re.match(key, offer))),
         accepted=tuple(re.findall(rf"^debug1: Server accepts key: {key}", text, re.MULTILINE)),
         methods=tuple(methods[-1].split(",")) if methods else (),
         let_in=re.search(r"^(debug1: )?Authenticated to ", text, re.MULTILINE) is not None,
         host_key=shown[-1] if shown else None,
-        complaint="\n".join(line for line in text.splitlines() if not line.startswith("debug1: ")),
+        algorithms=tuple(algorithms[1].split(",")) if len(algorithms) > 1 else (),
+        complaint="\n".join(line for line in text.splitlines() if not line.startswith(("debug1: ", "debug2: "))),
     )
 
 

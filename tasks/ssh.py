@@ -148,7 +148,7 @@ class Connector:
         return self._route(host)
 
     def offer(self, host: Host, keys: Sequence[Path], options: Sequence[str] = (), *, seconds: float = 30.0) -> str:
-        """Ask the sshd of ``host``, protected or not, whether it would take ``keys``, and return what ``ssh -v`` said.
+        """Ask the sshd of ``host``, protected or not, whether it would take ``keys``, and return what ``ssh -vv`` said.
 
         ``keys`` are files that hold public keys or certificates and nothing else, so that no signature can be made and
         nobody is let in whatever the answer is; a session is not even asked for.
@@ -156,7 +156,7 @@ class Connector:
         :raises ConnectionFailed: one of ``keys`` is not a public key.
         """
         # not -v: that would have the machines on the way talk too
-        asked = ["-N", "-o", "LogLevel=DEBUG1", *options]
+        asked = ["-N", "-o", "LogLevel=DEBUG2", *options]
         plain = None
         for key in keys:
             if key.suffix != ".pub" or "PRIVATE KEY" in key.read_text("ascii", "replace"):
