@@ -1,5 +1,7 @@
 """Entry point of ``dflash-ops``. What takes long to import comes after Ctrl-C means a line and not a traceback."""
 
+import sys
+
 from dflash.errors import run_cli
 
 
@@ -10,7 +12,9 @@ def main() -> None:
 
 def _run() -> None:
     from flows.cli import app
+    from flows.terminal import COMMAND_LINE
 
+    COMMAND_LINE.set(tuple(sys.argv[1:]))
     app(prog_name="dflash-ops")
 
 

@@ -58,7 +58,7 @@ def start_deployment(request: Request) -> str | None:
     There is none when no deployment asked, or no Prefect API is configured. Raises :class:`NotStartedError` when the
     API does not answer or does not know the deployment.
     """
-    if request.origin is None:
+    if request.origin is None or request.origin.deployment is None:
         return None
     configure_prefect()
     import httpx

@@ -9,7 +9,7 @@ import typer
 from rich.text import Text
 
 from dflash.errors import DFlashError, UsageError
-from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
 from tasks import inventory
 from tasks.actions import escape
 from tasks.approvals import ApprovalStore
@@ -92,7 +92,7 @@ def reconcile(
     if plan:
         show_plan(connector.store, wanted, host.name, as_json=as_json)
         return
-    found = reconcile_host(connector, host, connector.store.require(wanted).read)
+    found = reconcile_host(connector, host, connector.store.require(wanted, asked_here()).read)
     if as_json:
         typer.echo(json.dumps([vars(difference) for difference in found]))
     elif found:

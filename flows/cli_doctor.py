@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash.errors import DFlashError
-from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, open_store, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, open_store, show_plan
 from tasks.actions import escape
 from tasks.doctor_sessions import full_plan
 from tasks.finding import Finding
@@ -49,7 +49,7 @@ def doctor(
         else:
             show_plan(connector.store, wanted, f"the doctor of {host.name}", as_json=as_json)
         return
-    approved = None if wanted is None else connector.store.require(wanted)
+    approved = None if wanted is None else connector.store.require(wanted, asked_here())
     found = diagnose(connector, host, full=approved, gate=gate, progress=_tell)
     if as_json:
         typer.echo(json.dumps([vars(finding) for finding in found]))

@@ -10,7 +10,7 @@ import typer
 from dflash.errors import NotValidError, UsageError
 from dflash.prompts import default_prompts, read_prompts, require_thinking
 from flows.prefect_home import configure_prefect
-from flows.terminal import AsJson, HostsFile, PlanOnly, console, listing, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
 from tasks.actions import escape
 from tasks.evaluation import Suite, inference_host, plan_evaluation
 from tasks.inventory import Host, Location
@@ -54,7 +54,7 @@ def evaluate(
         thinking=thinking,
     )
     if needed is not None:
-        connector.store.require(needed)
+        connector.store.require(needed, asked_here())
     done = run_evaluations(sources, host, suite, reports or state_dir() / "reports", hosts)
     if as_json:
         typer.echo(json.dumps([{"folder": str(one.folder), **json.loads(one.report.to_json())} for one in done]))

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from flows.terminal import AsJson, HostsFile, PlanOnly, show_plan, shown_progress
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan, shown_progress
 from tasks.actions import escape
 from tasks.quantities import show_rate, show_size, size
 from tasks.relay import FILE_BYTES, check_destination, plan_relay
@@ -31,7 +31,7 @@ def relay(
     if plan:
         show_plan(connector.store, needed, f"{start} to {end}", as_json=as_json)
         return
-    approval = None if needed is None else connector.store.require(needed).read
+    approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
         result = relay_file(connector, approval, start, end, progress=progress)
     if as_json:

@@ -3,7 +3,7 @@
 import typer
 
 from flows.decide import CaKey, Reason, RequestId, UseAgent, ask_reason, decide
-from flows.terminal import AsJson, HostsFile, PlanOnly, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan
 from tasks import changes
 from tasks.actions import Revoke
 from tasks.requests import revocation
@@ -42,7 +42,7 @@ def revoke(
         asked = store.request(wanted)
         decide(known, store, asked, reason=reason, seconds=SIGNING_SECONDS, ca_key=ca_key, agent=agent)
     # asked again, for where two persons are needed the first one's signature is not enough
-    approved = store.require(wanted)
+    approved = store.require(wanted, asked_here())
     for action in wanted.changes:
         assert isinstance(action, Revoke)
         changes.revoke(connector, host, approved.of(action), action)

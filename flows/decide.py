@@ -1,5 +1,7 @@
 """The operator's decision: the whole plan is shown, a reason asked for, and the CA key signs or does not."""
 
+import json
+import shlex
 import sys
 import time
 from pathlib import Path
@@ -14,7 +16,7 @@ from tasks.approvals import ApprovalStore, Approved
 from tasks.audit import show_time
 from tasks.inventory import Inventory
 from tasks.quantities import show_duration
-from tasks.requests import Request
+from tasks.requests import Origin, Request
 
 RequestId = Annotated[str, typer.Argument(metavar="ID", help="Id of a request, as 'guard requests' lists it.")]
 Reason = Annotated[str | None, typer.Option(help="Why; asked for at a terminal when left out.")]
@@ -40,7 +42,7 @@ def decide(
     standing = "standing, " if request.standing else ""
     end = show_time(time.time() + seconds)
     typer.echo(f"request {request.id}: {standing}valid for {show_duration(seconds)}, until {end}")
-    if request.origin is not None:
+    if request.origin is not None and request.origin.flow_run is not None:
         typer.echo(f"asked for by the flow run {escape(request.origin.flow_run)}")
     reason = ask_reason(reason)
     if sys.stdin.isatty() and request.status == "pending" and not typer.confirm("approve exactly this?"):
@@ -72,8 +74,14 @@ def go_on(store: ApprovalStore, request_id: str) -> None:
     if started is not None:
         typer.echo(f"started: flow run {escape(started)}")
     elif request.origin is not None:
-        typer.echo(
-            f"no Prefect API is configured; start it with: prefect deployment run --id {request.origin.deployment}"
-        )
+        typer.echo(f"now run again: {_again(request.origin)}")
     elif not request.standing:
         typer.echo("now run the command again that asked for it")
+
+
+def _again(origin: Origin) -> str:
+    if origin.deployment is None:
+        argv = ["dflash-ops", *origin.command]
+    else:
+        argv = ["prefect", "deployment", "run", "--id", origin.deployment, "--params", json.dumps(origin.parameters)]
+    return escape(shlex.join(argv))

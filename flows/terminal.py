@@ -5,6 +5,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated
 
@@ -15,12 +16,13 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 from tasks import inventory
-from tasks.actions import Action, Command, Launch, Put, ReadGrant, Revoke, Signal, Upload, escape
+from tasks.actions import Action, Command, Launch, Put, ReadGrant, Revoke, Signal, Upload, escape, is_text
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit, show_time
 from tasks.inventory import Inventory
 from tasks.plans import Plan
 from tasks.quantities import show_duration, show_rate, show_size
+from tasks.requests import Origin
 from tasks.transfer import Progress as Report
 
 PLAIN_AFTER_SECONDS = 2.0
@@ -32,6 +34,16 @@ FIGURES_WIDTH = 38
 HostsFile = Annotated[Path | None, typer.Option("--hosts", help="hosts.yaml; else $DFLASH_HOSTS, else ./hosts.yaml")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 PlanOnly = Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; touch nothing.")]
+
+
+COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())
+"""What dflash-ops was called with."""
+
+
+def asked_here() -> Origin | None:
+    """The command that runs, for a request to name; None when it is not known or is not text."""
+    command = COMMAND_LINE.get()
+    return Origin(command=command) if command and all(map(is_text, command)) else None
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -82,7 +82,7 @@ class ApprovalStore:
     def request(self, plan: Plan, *, standing: bool = False, origin: Origin | None = None) -> Request:
         """The pending request for ``plan``: the one there is, else a new one with throw-away keys of its own.
 
-        ``origin`` is the Prefect run that asks; it is kept with a request that has none yet.
+        ``origin`` is who asks; it is kept with a request that no Prefect run has asked for yet.
         """
         self._check_host(plan)
         if standing and plan.changes:
@@ -93,7 +93,8 @@ class ApprovalStore:
         with self._files.locked():
             for waiting in self._files.read_all():
                 if (waiting.status, waiting.digest, waiting.standing) == ("pending", digest, standing):
-                    if origin is not None and waiting.origin is None:
+                    # a deployment can start again by itself, so it stands before a command
+                    if origin is not None and (waiting.origin is None or waiting.origin.deployment is None):
                         waiting = waiting.model_copy(update={"origin": origin})
                         self._files.write(waiting)
                     return waiting

@@ -39,13 +39,15 @@ class Decision(BaseModel):
 
 
 class Origin(BaseModel):
-    """The Prefect run that asked: once approved, ``deployment`` is started with ``parameters`` again."""
+    """Who asked: a command, to be run again once approved, or a Prefect run, whose ``deployment`` is then started."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    deployment: str
-    parameters: dict[str, Any]
-    flow_run: str
+    command: tuple[str, ...] = ()
+    """Arguments of dflash-ops."""
+    deployment: str | None = None
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    flow_run: str | None = None
 
 
 class Request(BaseModel):

@@ -10,8 +10,10 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.terminal import COMMAND_LINE
 from tasks.approvals import Approved
 from tasks.errors import Refused
+from tasks.requests import Origin
 from tests.guard_state import GuardState
 
 
@@ -156,3 +158,25 @@ def test_setup_is_printed_and_nothing_is_done(guard: GuardState) -> None:
     for text in ("TrustedUserCAKeys", "ForceCommand", guard.keys["ca"].split()[1], "kpro6"):
         assert text in said
     assert list(guard.audit.entries()) == []
+
+
+def test_approving_names_the_command_to_run_again(guard: GuardState) -> None:
+    argv = ("relay", "kpro6:/a b.pt", "ct129:/there")
+    token = COMMAND_LINE.set(argv)
+    try:
+        assert isinstance(run(*argv).exception, Refused)
+    finally:
+        COMMAND_LINE.reset(token)
+    (request,) = guard.store.requests()
+    said = done("guard", "approve", request.id, "--reason", "a test")
+    assert "now run again: dflash-ops relay 'kpro6:/a b.pt' ct129:/there\n" in said
+
+
+def test_a_deployment_that_asks_after_a_command_is_what_is_started(guard: GuardState) -> None:
+    asked = guard.store.request(guard.plan(), origin=Origin(command=("relay",)))
+    flow = Origin(deployment="0d9e", parameters={"source": "kpro6:/a b"}, flow_run="f\x1b1")
+    assert guard.store.request(guard.plan(), origin=flow).id == asked.id
+    assert guard.store.request(guard.plan(), origin=Origin(command=("evaluate",))).origin == flow
+    said = CliRunner().invoke(app, ["guard", "approve", asked.id, "--reason", "a test"]).stdout
+    assert "asked for by the flow run f\\x1b1" in said
+    assert """prefect deployment run --id 0d9e --params '{"source": "kpro6:/a b"}'""" in said
