@@ -125,10 +125,12 @@ def upload(
     action: Upload,
     urls: Sequence[str],
     progress: Progress | None = None,
+    each: Callable[[Uploaded], None] | None = None,
 ) -> tuple[Uploaded, ...]:
     """Have the host send its parts to ``urls``, presigned and one a part; what the object store took, in their order.
 
-    The URLs go over stdin and stand in no command, log or message. ``progress`` gets (bytes sent, bytes in all).
+    The URLs go over stdin and stand in no command, log or message. ``progress`` gets (bytes sent, bytes in all),
+    ``each`` every part as soon as the store has it.
 
     :raises UsageError: there are not as many URLs as parts; nothing was spent.
     :raises Refused: see :func:`run`; also a URL that leads elsewhere than the action says.
@@ -146,6 +148,8 @@ def upload(
             channel.bytes += action.parts[reply.part].length
             if progress is not None:
                 progress(channel.bytes, action.bytes)
+            if each is not None:
+                each(taken[-1])
         if len(taken) != len(action.parts):
             raise channel.broken(f"it ended after {len(taken)} of {len(action.parts)} parts")
     return tuple(taken)

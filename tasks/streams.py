@@ -178,7 +178,7 @@ class Transfer:
         except _Stopped:
             pass
         except DFlashError as error:
-            if not _is_lost_link(error):
+            if not is_lost_link(error):
                 self._fail(error)
 
     def _join(self) -> None:
@@ -272,7 +272,7 @@ class Transfer:
                 moved = self._last_moved > begun
                 broken = 0 if self._stored_ranges > stored else broken + moved
                 # what cannot be reached at all is said at once
-                if not self._reached or not _is_lost_link(error) or broken >= MOST_BROKEN_RANGES:
+                if not self._reached or not is_lost_link(error) or broken >= MOST_BROKEN_RANGES:
                     raise
                 if time.monotonic() - self._last_moved > self.patience:
                     raise
@@ -306,7 +306,7 @@ class Transfer:
             thread.join(10.0)
 
 
-def _is_lost_link(error: DFlashError) -> bool:
+def is_lost_link(error: DFlashError) -> bool:
     """Whether only the connection failed, so that another one can go on."""
     if isinstance(error, RequestFailed):
         return False

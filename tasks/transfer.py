@@ -46,6 +46,14 @@ class ReceiverLostError(ReceiverError):
     """The receiver's process ended without a word; another session can go on."""
 
 
+class FetchError(TransferError):
+    """A presigned URL did not give its bytes; the receiver's session goes on. ``status`` is 0 without an answer."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
 class Digest(Protocol):
     """What hashlib's objects are."""
 
@@ -140,9 +148,17 @@ class Receiver:
         """Wait until the range is on the destination's disk and return the sha256 of what was written there."""
         return str(self._reply().get("sha256"))
 
-    def fetch(self, offset: int, length: int, url: str) -> str:
-        """Have the destination get a range from a presigned URL; returns its sha256 once it is on the disk."""
-        return str(self._ask(verb="fetch", offset=offset, length=length, url=url).get("sha256"))
+    def fetch(self, offset: int, length: int, url: str, *, start: int | None = None) -> str:
+        """Have the destination get a range from a presigned URL; returns its sha256 once it is on the disk.
+
+        ``start``: of the object it is the ``length`` bytes from there on. Raises :class:`FetchError` when the URL did
+        not give them.
+        """
+        part = {} if start is None else {"start": start}
+        reply = self._ask(verb="fetch", offset=offset, length=length, url=url, **part)
+        if reply.get("sha256") is None:
+            raise FetchError(f"{self._place}: {said(str(reply.get('message')))}", int(reply.get("status") or 0))
+        return str(reply["sha256"])
 
     def hash(self, offset: int, length: int) -> str:
         """sha256 of a range as it lies there."""

@@ -6,13 +6,15 @@ One request a line of JSON on stdin, one reply a line on stdout:
     {"verb": "open", "path", "size", "transfer"}           {"ok": true, "fresh", "committed"}  the space is reserved
     {"verb": "join", "path", "size", "transfer"}           {"ok": true}            another session of an open transfer
     {"verb": "write", "offset", "length"}, then the bytes  {"ok": true, "sha256"}  once they are on disk
-    {"verb": "fetch", "offset", "length", "url"}           {"ok": true, "sha256"}  the same, from a presigned URL
+    {"verb": "fetch", "offset", "length", "url", "start"}  {"ok": true, "sha256"}  the same, from a presigned URL; with
+                                                                                   ``start`` only a range of the object
     {"verb": "hash", "offset", "length"}                   {"ok": true, "sha256"}  of what is there
     {"verb": "commit", "ranges", "reread", "sidecar"}      {"ok": true, "sha256"}  the whole file's; it has its name,
                                                                                    and ``<name>.relay.json`` beside it
     {"verb": "discard"}                                    {"ok": true}            nothing is left of it
 
-``{"ok": false, "message"}`` and exit code 1 end a session when anything is wrong. What was received stays as
+``{"ok": false, "message"}`` and exit code 1 end a session when anything is wrong; only of a fetch it goes on, with
+``"sha256": null, "status", "message"``. What was received stays as
 ``.<name>.part-<transfer>`` beside the final name, for the same transfer to go on with; ``fresh`` says that there was
 nothing, ``committed`` is the file's sha256 when this transfer was finished before and only the answer got lost.
 
@@ -54,6 +56,14 @@ FLOCK = "hhqqi4x"
 
 class ReceiveError(Exception):
     """The file cannot be received; the message is what the operator reads."""
+
+
+class FetchFailed(Exception):
+    """A presigned URL did not give its bytes; ``status`` is that of the answer, 0 where there was none."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Part:
@@ -158,11 +168,13 @@ class Part:
         self._feed(self.hashed, self.size - self.hashed, self.whole.update)
         sha256 = self.whole.hexdigest()
         with naming_in(self.directory):
+            # before anything has a name: there may be no room for it
+            written = self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
             # beside another file it would be believed, so an old one goes first and the new one comes last
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path + SIDECAR)
             os.replace(self.temporary, self.path)
-            self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
+            os.replace(written, self.path + SIDECAR)
             sync_folder(self.directory)
         os.close(self.fd)
         return sha256
@@ -224,14 +236,14 @@ class Part:
             update(buffer[:count])
             offset, length = offset + count, length - count
 
-    def _write_sidecar(self, fields: dict[str, Any]) -> None:
+    def _write_sidecar(self, fields: dict[str, Any]) -> str:
         partial = f"{self.temporary}.json"
         with open(partial, "w", encoding="utf-8") as file:
             json.dump(fields, file, indent=2, sort_keys=True)
             file.write("\n")
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, self.path + SIDECAR)
+        return partial
 
 
 def lock_holder(fd: int) -> int:
@@ -281,25 +293,50 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
         start(fd, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
 
 
-def fetch(part: Part, offset: int, length: int, url: str) -> str:
-    """Store the object behind a presigned URL; the URL is a secret and stands in no message."""
+def fetch(part: Part, offset: int, length: int, url: str, start: int | None = None) -> str:
+    """Store the object behind a presigned URL, or ``length`` bytes of it from ``start`` on.
+
+    The URL is a secret, and an answer may repeat it: of both only the host and the error's code stand in a message.
+    """
     target = urllib.parse.urlsplit(url)
     kind = http.client.HTTPSConnection if target.scheme == "https" else http.client.HTTPConnection
     connection = kind(target.netloc, timeout=FETCH_SECONDS)
+    wanted, headers = 200, {}
+    if start is not None:
+        wanted, headers = 206, {"Range": f"bytes={start}-{start + length - 1}"}
+
+    def read(buffer: memoryview) -> int:
+        with answering(target.netloc):
+            count = response.readinto(buffer)
+        if not count:
+            raise FetchFailed(f"{target.netloc}: the object ended early", 0)
+        return count
+
     try:
-        connection.request("GET", f"{target.path}?{target.query}")
-        response = connection.getresponse()
-        if response.status != 200 or response.length != length:
-            said = response.read(1000).decode("utf-8", "replace") if response.status != 200 else f"{response.length}"
-            raise ReceiveError(
-                f"{target.netloc} answered {response.status} {response.reason} where {length} bytes were expected: "
-                f"{said}"
-            )
-        return part.write(offset, length, response.readinto)
-    except (http.client.HTTPException, OSError) as error:
-        raise ReceiveError(f"{target.netloc}: {type(error).__name__} {error}") from None
+        with answering(target.netloc):
+            connection.request("GET", f"{target.path}?{target.query}", headers=headers)
+            response = connection.getresponse()
+            if response.status != wanted or response.length != length:
+                said = f"{response.length}"
+                if response.status != wanted:
+                    code = re.search(rb"<Code>([A-Za-z0-9.]{1,64})</Code>", response.read(4096))
+                    said = code[1].decode("ascii") if code else "no code"
+                raise FetchFailed(
+                    f"{target.netloc} answered {response.status} {response.reason} where {length} bytes were "
+                    f"expected: {said}",
+                    response.status,
+                )
+        return part.write(offset, length, read)
     finally:
         connection.close()
+
+
+@contextlib.contextmanager
+def answering(netloc: str) -> Iterator[None]:
+    try:
+        yield
+    except (http.client.HTTPException, OSError) as error:
+        raise FetchFailed(f"{netloc}: {type(error).__name__} {error}", 0) from None
 
 
 def serve(source: FileIO, replies: int) -> None:
@@ -326,7 +363,10 @@ def serve(source: FileIO, replies: int) -> None:
         elif verb == "write":
             reply(replies, sha256=part.write(request["offset"], request["length"], source.readinto))
         elif verb == "fetch":
-            reply(replies, sha256=fetch(part, **request))
+            try:
+                reply(replies, sha256=fetch(part, **request))
+            except FetchFailed as failure:
+                reply(replies, sha256=None, status=failure.status, message=str(failure))
         elif verb == "hash":
             reply(replies, sha256=part.hash(**request))
         elif verb == "commit":
