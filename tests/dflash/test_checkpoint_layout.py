@@ -27,10 +27,12 @@ from dflash.checkpoint_layout import (
     sniff,
     weight_files,
 )
+from dflash.safetensors_header import training_told
 
 
 def test_no_torch_is_imported() -> None:
-    code = "import sys, dflash.checkpoint_layout, dflash.formats, dflash.manifest; sys.exit('torch' in sys.modules)"
+    modules = "checkpoint_layout", "distributed_checkpoint", "formats", "manifest"
+    code = f"import sys, {', '.join(f'dflash.{name}' for name in modules)}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -230,6 +232,19 @@ def test_tensors_of_a_safetensors_file_lie_one_behind_the_other(tmp_path: Path, 
     path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(max(end for _, end in places)))
     with pytest.raises(DamagedError, match=r"tensor [ab] does not begin where the one before ends"):
         read_safetensors_file(path)
+
+
+def test_tied_tensors_are_read_under_all_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.ones(3)}, path, metadata={"dflash.aliases": '{"b": "a"}', "dflash.training": '{"step": 3}'})
+    layout = read_safetensors_file(path)
+    assert layout.content["b"] == layout.content["a"]
+    assert training_told(layout.metadata) == {"step": 3}
+    for aliases in ('{"b": "c"}', '{"a": "a"}', "[1]", "{"):
+        save_file({"a": torch.ones(3)}, path, metadata={"dflash.aliases": aliases, "dflash.training": "["})
+        with pytest.raises(DamagedError, match=r"dflash\.aliases names no tensors"):
+            read_safetensors_file(path)
+    assert training_told({"dflash.training": "["}) == training_told({"dflash.training": "3"}) == training_told({}) == {}
 
 
 def a_directory(path: Path, config: dict[str, Any], *files: str) -> Path:

@@ -23,7 +23,7 @@ class CountedSource:
         self.questions: list[tuple[str, tuple[tuple[int, int], ...]]] = []
 
     @property
-    def bytes(self) -> int:
+    def moved(self) -> int:
         return sum(length for _, ranges in self.questions for _, length in ranges)
 
     def look(self) -> Look:
