@@ -37,6 +37,7 @@ from tasks.transfer import (
     Progress,
     Receiver,
     ReceiverLostError,
+    SourceChangedError,
     TransferError,
     pump,
     receiver_argv,
@@ -56,7 +57,7 @@ LINK_RATE = 1_250_000_000
 
 
 class SourceError(TransferError):
-    """The source is not a file that can be relayed, or did not stay the same while it was read."""
+    """The source is not a file that can be relayed."""
 
 
 @dataclass(frozen=True)
@@ -208,18 +209,29 @@ class WholeFile:
 
     def send(self, session: GateSession, offset: int, length: int, sink: int, moved: Moved) -> str:
         digest = sha256()
-        with session.read(self.source.path, offset, length) as stream:
-            pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
+        try:
+            with session.read(self.source.path, offset, length) as stream:
+                pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
+        except RequestFailed as error:
+            self._check_still_there(error)
+            raise
         return digest.hexdigest()
 
     def check_unchanged(self, session: GateSession) -> None:
-        name = escape(str(self.source))
         try:
             found = session.stat(self.source.path)
         except RequestFailed as error:
-            raise SourceError(f"{name} vanished while it was read ({error}): nothing was kept") from None
+            self._check_still_there(error)
+            raise
         if found != self.identity:
-            raise SourceError(f"{name} changed while it was read: relay it again when its writer is done")
+            raise SourceChangedError(
+                f"{escape(str(self.source))} changed while read: relay it again when its writer is done"
+            )
+
+    def _check_still_there(self, error: RequestFailed) -> None:
+        if error.reason.endswith(os.strerror(errno.ENOENT)):
+            name = escape(str(self.source))
+            raise SourceChangedError(f"{name} vanished while it was read: nothing was kept") from None
 
 
 def _host(location: Location) -> Host:

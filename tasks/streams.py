@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -20,7 +20,16 @@ from tasks.errors import Refused
 from tasks.gate import GateSession
 from tasks.journal import Journal, Span
 from tasks.ssh import ConnectionFailed
-from tasks.transfer import Moved, Pace, Progress, Receiver, ReceiverLostError, SinkClosedError, TransferError
+from tasks.transfer import (
+    Moved,
+    Pace,
+    Progress,
+    Receiver,
+    ReceiverLostError,
+    SinkClosedError,
+    SourceChangedError,
+    TransferError,
+)
 
 PATIENCE_SECONDS = 120.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
@@ -30,6 +39,7 @@ MOST_BROKEN_RANGES = 5
 """So often may the link break in the middle of a range without one arriving before the transfer gives up."""
 PROGRESS_SECONDS = 0.1
 BUSY = "sessions are open on this host already"
+CHANGED = "changed while read"
 
 T = TypeVar("T")
 
@@ -93,9 +103,21 @@ class Transfer:
 
     def run(self) -> str:
         try:
-            return self._persistently(self._lead)
-        finally:
-            self._stop()
+            try:
+                return self._persistently(self._lead)
+            finally:
+                self._stop()
+        except DFlashError as error:
+            if _is_of_changed_source(error):
+                self._leave_nothing()
+            raise
+
+    def _leave_nothing(self) -> None:
+        """Remove what arrived, if the destination can be reached."""
+        self.journal.remove()
+        with suppress(DFlashError), self.ends.receiver() as receiver:
+            receiver.open(self.path, self.content.size, self.journal.transfer)
+            receiver.discard()
 
     # --- the first stream
 
@@ -111,7 +133,7 @@ class Transfer:
                 time.sleep(0.02)
             self._raise_failure()
             self._report(force=True)
-            self._check_unchanged(session, receiver)
+            self.content.check_unchanged(session)
             return self._commit(receiver)
 
     def _open_transfer(self, receiver: Receiver) -> str | None:
@@ -139,15 +161,6 @@ class Transfer:
         if not self._reached:
             self._reached, self.missing = True, sum(span.length for span in self._waiting)
         return None
-
-    def _check_unchanged(self, session: GateSession, receiver: Receiver) -> None:
-        try:
-            self.content.check_unchanged(session)
-        except TransferError:
-            # of use to nobody: the next relay of that source moves another state of it
-            receiver.discard()
-            self.journal.remove()
-            raise
 
     def _commit(self, receiver: Receiver) -> str:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
@@ -314,3 +327,7 @@ def is_lost_link(error: DFlashError) -> bool:
         # what a lost session leaves is counted by the host until its sshd notices
         return BUSY in str(error)
     return isinstance(error, GateError | ConnectionFailed | ReceiverLostError)
+
+
+def _is_of_changed_source(error: DFlashError) -> bool:
+    return isinstance(error, SourceChangedError) or (isinstance(error, Refused) and CHANGED in str(error))

@@ -34,6 +34,10 @@ class SourceEndedError(TransferError):
     """The source stopped before it had sent what it announced; the caller knows why."""
 
 
+class SourceChangedError(TransferError):
+    """The source is not any more what it was when the transfer began: what arrived of it is of use to nobody."""
+
+
 class SinkClosedError(TransferError):
     """The destination stopped reading; its reply or its exit code says why."""
 
