@@ -4,6 +4,9 @@ import hashlib
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
 from tasks import inventory, process
 from tasks.actions import AnyChange, Launch, Put, ReadGrant, Run
 from tasks.approvals import ApprovalStore, Approved
@@ -18,7 +21,15 @@ CHECKPOINT = "/workspace/dflash/checkpoints/step_400.pt"
 
 def make_key(path: Path, *, kind: str = "ed25519", passphrase: str = "") -> str:
     """A key pair at ``path``; returns the public line without its comment."""
-    process.run(["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "test", "-f", path])
+    if kind != "ed25519" or passphrase:
+        process.run(["ssh-keygen", "-q", "-t", kind, "-N", passphrase, "-C", "test", "-f", path])
+        return public_line(path)
+    # as ssh-keygen writes it, without a process: there are thousands of them in a run
+    made = Ed25519PrivateKey.generate()
+    path.touch(mode=0o600)
+    path.write_bytes(made.private_bytes(Encoding.PEM, PrivateFormat.OpenSSH, NoEncryption()))
+    line = made.public_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    path.with_name(f"{path.name}.pub").write_bytes(line + b" test\n")
     return public_line(path)
 
 

@@ -1,7 +1,9 @@
 """A store, a log or a clock that cannot be trusted approves nothing and lets nothing be used."""
 
+import os
 import resource
 import shutil
+import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -291,3 +293,60 @@ def test_a_half_written_request_is_none(guard: GuardState, store: ApprovalStore,
     (store.folder / "requests" / f".{put.id}.json.part").write_text("{")
     assert [request.id for request in store.requests()] == [put.id]
     store.consume(put)
+
+
+# --- what the user may not write
+
+ATTEMPT = """
+import sys
+from pathlib import Path
+from dflash.errors import run_cli
+from tests.guard_state import GuardState
+guard = object.__new__(GuardState)
+guard.folder = Path(sys.argv[1])
+put = guard.changing(guard.put())
+run_cli(lambda: guard.store.consume(guard.store.require(put).of(guard.put())))
+"""
+
+
+def attempt_without_privileges(guard: GuardState) -> process.CompletedProcess[str]:
+    """Use the approved change in a process that may only do what the modes of files say, also as root."""
+    plain = ["setpriv", "--bounding-set", "-all", "--inh-caps", "-all"] if os.geteuid() == 0 else []
+    argv = [*plain, sys.executable, "-c", ATTEMPT, str(guard.folder)]
+    return process.run(argv, check=False, cwd=Path(__file__).parents[2])
+
+
+@pytest.mark.parametrize(
+    ("place", "mode", "said"),
+    [
+        ("audit.jsonl", 0o400, "audit log"),
+        ("requests/*.json", 0o000, "guard store"),
+        ("keys/*-cert.pub", 0o000, "is not approved"),
+    ],
+)
+def test_what_cannot_be_read_or_written_lets_nothing_be_used(
+    guard: GuardState, store: ApprovalStore, put: Approval, place: str, mode: int, said: str
+) -> None:
+    (file,) = store.folder.glob(place)
+    file.chmod(mode)
+    result = attempt_without_privileges(guard)
+    file.chmod(0o600)
+    assert result.returncode == 77, result
+    assert said in result.stderr
+    assert not spent(guard)
+    store.consume(store.require(guard.changing(guard.put())).of(guard.put()))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("place", ["", "spent"])
+def test_a_folder_that_is_somebody_elses_lets_nothing_be_used(
+    guard: GuardState, store: ApprovalStore, put: Approval, place: str
+) -> None:
+    folder = store.folder / place
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o755)
+    os.chown(folder, 65534, 65534)
+    result = attempt_without_privileges(guard)
+    assert result.returncode == 77, result
+    assert "nothing is approved without it" in result.stderr
+    assert not spent(guard)
