@@ -384,6 +384,8 @@ class ApprovalStore:
         if not self._inventory.guard.two_person:
             return None
         for request in reversed(self._approved()):
+            if request.second is not None:
+                continue
             places = matching(request.plan, plan)
             if places is not None and self._credentials.in_force(request, places, alone=True) is not None:
                 return request

@@ -143,6 +143,18 @@ def test_a_person_who_is_struck_from_the_inventory_signed_nothing(guard: GuardSt
     del guard.keys["ada"]
     guard.hosts_file.write_text(guard.hosts_text())
     assert guard.store.find(guard.plan()) is None
+    # nobody else can sign that one any more, so it is asked for anew
+    with pytest.raises(Refused, match="guard approve") as caught:
+        guard.store.require(guard.plan())
+    assert caught.value.request_id != approved.id
+
+
+def test_where_one_person_is_enough_no_signature_goes_to_the_gate(guard: GuardState, store: ApprovalStore) -> None:
+    approved = guard.approve(guard.plan())
+    store.countersign(approved.id, name="ada", key=guard.folder / "ada")
+    guard.two_person = False
+    guard.hosts_file.write_text(guard.hosts_text())
+    assert guard.store.require(guard.plan()).read.second_signature is None
 
 
 def test_a_second_signature_is_given_once_and_to_what_still_counts(guard: GuardState, store: ApprovalStore) -> None:
