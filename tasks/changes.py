@@ -20,7 +20,6 @@ from tasks.actions import AnyChange, Change, Count, Launch, Put, Revoke, Run, Sh
 from tasks.approvals import Approval
 from tasks.channel import Channel, Reply, open_channel
 from tasks.inventory import Host
-from tasks.sent_gate import performing_argv
 from tasks.ssh import Connector
 
 CHUNK = 1 << 20
@@ -176,7 +175,7 @@ def revoke(connector: Connector, host: Host, approval: Approval, action: Revoke)
 @contextmanager
 def _performing(connector: Connector, host: Host, approval: Approval | None, action: AnyChange) -> Iterator[Channel]:
     """A channel on which the gate performs ``action``; what is said on it in the block is the outcome."""
-    channel = open_channel(connector, host, approval, action, performing_argv())
+    channel = open_channel(connector, host, approval, action)
     channel.outcome = "done"
     with channel.ending_on_error():
         yield channel

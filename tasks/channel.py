@@ -10,7 +10,7 @@ import os
 import select
 import signal
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, TypeVar
@@ -23,6 +23,7 @@ from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.inventory import Host
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
+from tasks.sent_gate import ordinary_argv
 from tasks.ssh import ConnectionFailed, Connector
 
 REPLY_SECONDS = 60.0
@@ -46,10 +47,8 @@ class RequestFailed(GateError):
         self.reason = reason
 
 
-def open_channel(
-    connector: Connector, host: Host, approval: Approval | None, action: Action | None, login_argv: Sequence[str]
-) -> "Channel":
-    """A channel to ``host`` on which the gate has taken ``action``; without ``approval`` ``login_argv`` is run there.
+def open_channel(connector: Connector, host: Host, approval: Approval | None, action: Action | None) -> "Channel":
+    """A channel to ``host`` on which the gate has taken ``action``; None there is for reading by ordinary login.
 
     The approval is consumed, which enters the audit log, before anything is sent, so that a crash leaves it there;
     what then came of it is its ``end``.
@@ -60,7 +59,7 @@ def open_channel(
     stderr = tempfile.TemporaryFile()  # noqa: SIM115 - the channel closes it
     try:
         if approval is None:
-            process = connector.start(host, login_argv, stdin=PIPE, stdout=PIPE, stderr=stderr)
+            process = connector.start(host, ordinary_argv(), stdin=PIPE, stdout=PIPE, stderr=stderr)
         else:
             process = _start_gate(connector, host, approval, action, stderr)
     except BaseException:
@@ -68,8 +67,7 @@ def open_channel(
         raise
     channel = Channel(connector, host, approval, process, stderr)
     with channel.ending_on_error():
-        if action is not None:
-            channel.send(action.canonical())
+        channel.send(b"" if action is None else action.canonical())
         if approval is not None and approval.second_signature is not None and host.enforcement != "client":
             channel.send(second_line(approval.second_person, approval.second_signature))
         channel.reply()

@@ -14,7 +14,6 @@ from tasks.approvals import Approval
 from tasks.channel import Channel, Reply, RequestFailed, open_channel, recording_refusals
 from tasks.client_enforcement import LocalBudget
 from tasks.inventory import Host
-from tasks.sent_gate import reading_argv
 from tasks.ssh import Connector
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
@@ -74,13 +73,13 @@ def open_session(connector: Connector, host: Host, approval: Approval | None) ->
     :raises Refused: a protected host without an approval, or its sshd or gate refused.
     """
     if approval is None:
-        return GateSession(open_channel(connector, host, None, None, reading_argv()), None)
+        return GateSession(open_channel(connector, host, None, None), None)
     if host.enforcement != "client":
-        return GateSession(open_channel(connector, host, approval, approval.grant, ()), None)
+        return GateSession(open_channel(connector, host, approval, approval.grant), None)
     with recording_refusals(connector, host, approval):
         budget = LocalBudget(connector.store, approval)
     try:
-        return GateSession(open_channel(connector, host, approval, approval.grant, ()), budget)
+        return GateSession(open_channel(connector, host, approval, approval.grant), budget)
     except BaseException:
         budget.close()
         raise

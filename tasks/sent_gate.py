@@ -14,19 +14,13 @@ START = (
     "import sys, types; gate = sys.modules['dflash_gate'] = types.ModuleType('dflash_gate'); "
     "exec(sys.argv[1], gate.__dict__); "
 )
-READ = START + "sys.exit(gate.serve(gate.OrdinaryAccess()))"
-PERFORM = START + "sys.exit(gate.perform_ordinary())"
+ORDINARY = START + "sys.exit(gate.ordinary())"
 HELD = START + "exec(sys.argv[2], gate.__dict__); sys.exit(gate.serve_held(sys.argv[3]))"
 
 
-def reading_argv() -> list[str]:
-    """The command that serves ``stat``, ``list``, ``read`` and ``hash`` to whoever the login is."""
-    return [*_python(READ), _program("training-host", "dflash-gate")]
-
-
-def performing_argv() -> list[str]:
-    """The command that performs the one change that comes as its first line."""
-    return [*_python(PERFORM), _program("training-host", "dflash-gate")]
+def ordinary_argv() -> list[str]:
+    """The command that does the change of its first line or, when that is empty, answers the requests behind it."""
+    return [*_python(ORDINARY), _program("training-host", "dflash-gate")]
 
 
 def held_argv(certificate: Certificate, host: Host) -> list[str]:

@@ -276,7 +276,7 @@ def test_a_third_session_is_refused_and_the_approval_stays(operator: Operator, s
 
 
 def test_a_gate_that_falls_silent_is_given_up(operator: Operator, step: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sent_gate, "READ", "import time; print('{\"ok\": true}', flush=True); time.sleep(60)")
+    monkeypatch.setattr(sent_gate, "ORDINARY", "import time; print('{\"ok\": true}', flush=True); time.sleep(60)")
     session = open_session(operator.connector, operator.infer, None)
     monkeypatch.setattr(channel, "REPLY_SECONDS", 0.5)
     with pytest.raises(GateError, match="did not answer"), session:
@@ -296,7 +296,7 @@ def test_a_gate_that_falls_silent_is_given_up(operator: Operator, step: Path, mo
 def test_what_is_no_gate_is_an_error_of_one_line(
     operator: Operator, monkeypatch: pytest.MonkeyPatch, program: str, message: str
 ) -> None:
-    monkeypatch.setattr(sent_gate, "READ", program)
+    monkeypatch.setattr(sent_gate, "ORDINARY", program)
     with pytest.raises(GateError, match=message) as error:
         open_session(operator.connector, operator.infer, None)
     assert "\n" not in str(error.value)
@@ -311,7 +311,7 @@ def _answering(operator: Operator, monkeypatch: pytest.MonkeyPatch, answer: str)
     program = (
         f"import time\nprint('{{\"ok\": true}}', flush=True)\ninput()\nprint({answer}, flush=True)\ntime.sleep(60)"
     )
-    monkeypatch.setattr(sent_gate, "READ", program)
+    monkeypatch.setattr(sent_gate, "ORDINARY", program)
     return open_session(operator.connector, operator.infer, None)
 
 
