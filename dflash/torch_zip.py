@@ -60,22 +60,29 @@ _MOST_AXES = 64
 
 @dataclass(frozen=True)
 class Entry:
-    """One line of the directory. The record lies between its local header, at ``header``, and ``limit``."""
+    """One line of the directory. The record lies between its local header, at ``header``, and ``limit``.
+
+    ``crc32`` is None in a file that was saved without checksums.
+    """
 
     name: str
     header: int
     length: int
-    crc32: int
+    crc32: int | None
     limit: int
 
 
 @dataclass(frozen=True)
 class Directory:
-    """The directory of a zip: ``start`` is where it begins, ``sha256`` is of its bytes, which hold every CRC."""
+    """The directory of a zip: ``sha256`` is of its bytes, which hold every CRC if the file was saved with any."""
 
     entries: Mapping[str, Entry]
-    start: int
     sha256: str
+
+    @property
+    def checked(self) -> bool:
+        """Whether its records have checksums: ``torch.save`` leaves them at 0 where that was switched off."""
+        return any(entry.crc32 is not None for entry in self.entries.values())
 
     def unplaced(self) -> dict[str, Record]:
         """A record for each entry that begins at its local header: enough to tell them apart, not to read them."""
@@ -96,7 +103,7 @@ def read_directory(reader: ByteReader, *, tail: int = _TAIL) -> Directory:
         found.append(entry)
     if len(found) != count:
         raise _cut(reader)
-    return Directory(_apart(reader, found, start), start, hashlib.sha256(data).hexdigest())
+    return Directory(_apart(reader, found, start), hashlib.sha256(data).hexdigest())
 
 
 def place(reader: ByteReader, directory: Directory, names: Iterable[str]) -> dict[str, Record]:
@@ -243,6 +250,7 @@ def _apart(reader: ByteReader, found: list[tuple[str, int, int, int]], end: int)
     """The entries by name, each with the limit that the next one's header is; those that overlap are refused."""
     entries: dict[str, Entry] = {}
     limit = end
+    checked = any(crc for *_, crc in found)
     for name, header, length, crc in sorted(found, key=lambda one: one[1], reverse=True):
         if name in entries:
             raise NotACheckpointError(f"{reader.name}: member {name} is there twice, torch.save does not do that")
@@ -251,7 +259,7 @@ def _apart(reader: ByteReader, found: list[tuple[str, int, int, int]], end: int)
                 f"{reader.name}: record {name} reaches into the next one or beyond the end of the file; it is cut "
                 f"short or damaged"
             )
-        entries[name] = Entry(name, header, length, crc, limit)
+        entries[name] = Entry(name, header, length, crc if checked else None, limit)
         limit = header
     return {name: entries[name] for name, *_ in found}
 

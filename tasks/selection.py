@@ -46,7 +46,7 @@ class Selection:
     ``identity`` names the content without reading all of it: the digest of the manifest, else of the zip's directory
     with the file's size (it holds the CRC of every record), else of the headers with sizes and times. ``sealed`` is
     whether the checkpoint says itself that it is whole; otherwise two looks some time apart must agree
-    (:func:`~tasks.sources.require_settled`).
+    (:func:`~tasks.sources.require_settled`). ``files`` are those that were or will be read.
     """
 
     place: str
@@ -57,6 +57,7 @@ class Selection:
     look: Look
     outputs: tuple[OutputFile, ...]
     planned: int
+    files: frozenset[str]
 
     @property
     def source_bytes(self) -> int:
@@ -68,13 +69,8 @@ class Selection:
         """What is read of the source in all, for the plan and for the files."""
         return self.planned + sum(found.length for output in self.outputs for found in output.ranges(LARGEST_RANGE))
 
-    @property
-    def files(self) -> frozenset[str]:
-        """The files of the source that are read."""
-        return frozenset(piece.file for output in self.outputs for piece in output.pieces)
-
     def require_unchanged(self, look: Look) -> None:
-        """:class:`ChangedError` unless the files that are read are in the state they were selected in."""
+        """:class:`ChangedError` unless ``files`` are in the state they were selected in."""
         require_settled(self.place, _only(self.look, self.files), _only(look, self.files))
 
 
@@ -111,8 +107,17 @@ def select(
     else:
         found = _select_directory(reading, what, dtype is not None)
     _require_sane(reading, found.outputs)
+    pieces = (piece.file for output in found.outputs for piece in output.pieces)
     return Selection(
-        reading.place, found.format, what, found.identity, found.sealed, reading.look, found.outputs, reading.moved
+        place=reading.place,
+        format=found.format,
+        what=what,
+        identity=found.identity,
+        sealed=found.sealed,
+        look=reading.look,
+        outputs=found.outputs,
+        planned=reading.moved,
+        files=frozenset(reading.opened).union(pieces),
     )
 
 
@@ -146,6 +151,8 @@ def _select_torch(reading: Reading, name: str, what: What, narrow: bool, output:
     directory = read_directory(file)
     content = read_content(file, directory, directory.unplaced())
     identity = f"zip:{directory.sha256}:{file.size}"
+    if not directory.checked:
+        identity += f":{reading.look[name].mtime_ns}"
     beside = _beside(reading)
     if what == "all":
         records = place(file, directory, directory.entries)

@@ -91,11 +91,12 @@ def require_settled(place: str, before: Look, after: Look) -> None:
 
 @dataclass
 class Reading:
-    """A source as it was at one look; ``moved`` counts the bytes that were read of it."""
+    """A source as it was at one look; ``moved`` counts the bytes that were read of it, ``opened`` names the files."""
 
     source: Source
     look: Look
-    moved: int = field(default=0)
+    moved: int = 0
+    opened: set[str] = field(default_factory=set)
 
     @property
     def place(self) -> str:
@@ -131,5 +132,6 @@ class _File:
         return self.reading.place if self.file == self.reading.source.single else f"{self.reading.place}/{self.file}"
 
     def read(self, ranges: Sequence[tuple[int, int]]) -> bytes:
+        self.reading.opened.add(self.file)
         self.reading.moved += sum(length for _, length in ranges)
         return self.reading.source.read(self.file, ranges)

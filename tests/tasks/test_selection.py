@@ -191,6 +191,12 @@ def test_a_torch_file_with_holes_loads_in_both_ways_and_takes_no_room(tmp_path: 
         assert not loaded["optimizer_state_dict"]["state"][0]["exp_avg"].any()
 
 
+def test_a_torch_file_with_holes_is_a_checkpoint_to_an_evaluation(checkpoint: Path, tmp_path: Path) -> None:
+    source = LocalSource(checkpoint)
+    made = write_out(select(source, output="pt"), source, tmp_path / "out") / checkpoint.name
+    assert_equal(read_checkpoint(made).weights, read_checkpoint(checkpoint).weights)
+
+
 def test_all_of_a_file_is_the_file(checkpoint: Path, tmp_path: Path) -> None:
     source = LocalSource(checkpoint)
     made = write_out(select(source, what="all"), source, tmp_path / "out")
@@ -292,6 +298,19 @@ def test_the_identity_is_of_the_content(tmp_path: Path) -> None:
         identities.append(select(LocalSource(path)).identity)
     assert identities[0].startswith("zip:")
     assert identities[0] == identities[1] != identities[2]
+
+
+def test_a_file_without_checksums_is_known_by_its_time(tmp_path: Path) -> None:
+    state = {"w": torch.randn(4), "v": torch.randn(5)}
+    torch.serialization.set_crc32_options(False)
+    try:
+        path = save(tmp_path / "a.pt", state)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    assert_equal(drafter_of(path, tmp_path / "out"), state)
+    first = select(LocalSource(path)).identity
+    os.utime(path, ns=(0, 10**18))
+    assert select(LocalSource(path)).identity != first
 
 
 def test_what_changes_between_two_looks_is_still_being_written(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorStorageMetadata
 
-from dflash.checkpoint_layout import CheckpointError, DamagedError, UnsafePickleError
+from dflash.checkpoint_layout import ChangedError, CheckpointError, DamagedError, UnsafePickleError
 from dflash.checkpoints import read_checkpoint
 from tasks.packing import NotContiguousError
 from tasks.selection import select
@@ -255,6 +255,14 @@ def test_a_directory_without_its_metadata_is_still_being_written(place: Path) ->
     (place / ".metadata").unlink()
     with pytest.raises(DamagedError, match=r"has __0_0\.distcp and no \.metadata"):
         select(LocalSource(place))
+
+
+def test_new_metadata_is_a_change(place: Path) -> None:
+    selection = select(LocalSource(place))
+    selection.require_unchanged(LocalSource(place).look())
+    (place / ".metadata").write_bytes((place / ".metadata").read_bytes())
+    with pytest.raises(ChangedError, match=r"\.metadata changed"):
+        selection.require_unchanged(LocalSource(place).look())
 
 
 def test_a_cut_file_is_named(place: Path) -> None:

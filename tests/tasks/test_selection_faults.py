@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from dflash.checkpoint_layout import CheckpointError, DamagedError, NotACheckpointError, UnsafePickleError
+from tasks.repack import Checksums, Repack, combine_crc32
 from tasks.selection import select
 from tasks.sources import LocalSource
 from tests.tasks.selections import CountedSource, write_out
@@ -329,9 +330,27 @@ def test_a_pickle_that_names_code_is_named(tmp_path: Path) -> None:
     assert not (tmp_path / "ran").exists()
 
 
-def test_the_crc_of_parts_is_that_of_the_whole() -> None:
-    from tasks.repack import combine_crc32
+def test_parts_may_come_in_any_order_and_twice_but_none_may_be_missing(path: Path) -> None:
+    data = path.read_bytes()
+    (output, *_) = select(LocalSource(path)).outputs
+    parts = []
+    for planned in output.ranges(100):
+        repack = Repack(planned)
+        for _ in repack.feed(data[planned.offset : planned.offset + planned.length]):
+            pass
+        parts += repack.finish()
+    assert len(parts) > 10
+    checksums = Checksums((output,))
+    checksums.add([*reversed(parts), *parts[:3]])
+    checksums.verify()
+    for missing in (0, 5, len(parts) - 1):
+        checksums = Checksums((output,))
+        checksums.add(parts[:missing] + parts[missing + 1 :])
+        with pytest.raises(DamagedError, match=r"of record a/data/\d \d+ of \d+ bytes were read"):
+            checksums.verify()
 
+
+def test_the_crc_of_parts_is_that_of_the_whole() -> None:
     first, second = os.urandom(1234), os.urandom(98_765)
     assert combine_crc32(zlib.crc32(first), zlib.crc32(second), len(second)) == zlib.crc32(first + second)
     assert combine_crc32(zlib.crc32(first), zlib.crc32(b""), 0) == zlib.crc32(first)
