@@ -10,8 +10,8 @@ from dflash.checkpoint_layout import CheckpointError, DamagedError, TensorRecord
 from dflash.distributed_checkpoint import METADATA, DistributedLayout, Item, ShardedTensor, read_items, read_metadata
 from dflash.manifest import CONFIG
 from dflash.safetensors_header import TRAINING
+from tasks.checkpoint_content import config_in, drafters, scalars_in
 from tasks.packing import Chosen, NotContiguousError, copied, literal, pack
-from tasks.plain import config_in, drafters, scalars_in
 from tasks.repack import OutputFile
 from tasks.sources import Reading
 

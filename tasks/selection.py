@@ -24,9 +24,9 @@ from dflash.manifest import CONFIG, DRAFTER, INDEX, MANIFEST, PROBE, REPLAY, par
 from dflash.records import read_ranges
 from dflash.safetensors_header import TRAINING, read_header
 from dflash.torch_zip import MAGIC, place, read_content, read_directory, root_of
+from tasks.checkpoint_content import config_in, drafters, scalars_in, state_in
 from tasks.distributed_selection import select_distributed
 from tasks.packing import MOST_COPIES, Chosen, copied, literal, mirror, pack
-from tasks.plain import config_in, drafters, scalars_in, state_in
 from tasks.repack import LARGEST_RANGE, OutputFile
 from tasks.sources import BESIDE, Look, Reading, Source, require_settled
 
