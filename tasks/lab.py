@@ -268,6 +268,8 @@ class Lab:
                 state=json.dumps(self.seen(TRAINING, GATE_STATE)),
                 host_keys=json.dumps(sorted(fingerprint(key) for key in self._host_keys(TRAINING))),
                 read_limit=str(READ_LIMIT),
+                ca=json.dumps(self.seen(TRAINING, "/etc/ssh/dflash_ca.pub")),
+                revoked=json.dumps(self.seen(TRAINING, "/etc/ssh/dflash_revoked")),
             ),
         )
         self._write(TRAINING, "/etc/ssh/dflash_ca.pub", _public(self.ca_key) + "\n")

@@ -1,18 +1,21 @@
 """The gate program as a module: its form, and its functions without a host."""
 
 import ast
+import base64
 import importlib.machinery
 import importlib.util
+import json
 import os
 import re
 import struct
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+from tasks import process
 from tests.sshds import GATE
 
 MIB = 1 << 20
@@ -64,6 +67,7 @@ def _certificate(**changes: Any) -> bytes:
         "principals": [b"dflash-gate"],
         "valid": (100, 200),
         "options": GOOD,
+        "extensions": b"",
     }
     fields |= changes
     critical = b"".join(
@@ -71,72 +75,83 @@ def _certificate(**changes: Any) -> bytes:
     )
     return (
         _string(fields["name"])
-        + _string(b"nonce")
+        + _string(bytes(range(32)))
         + _string(bytes(32))
         + struct.pack(">QI", 42, fields["kind"])
         + _string(b"request head")
         + _string(b"".join(map(_string, fields["principals"])))
         + struct.pack(">QQ", *fields["valid"])
         + _string(critical)
-        + _string(b"") * 2
+        + _string(_string(fields["extensions"]) + _string(b"") if fields["extensions"] else b"")
+        + _string(b"")
         + _string(b"ca key")
         + _string(b"signature")
     )
 
 
-def test_certificate_is_read() -> None:
-    read = gate.check_certificate(_certificate(), 150, "10.1.2.1")
-    assert (read.serial, read.key_id, read.valid_before, read.digest) == (42, "request head", 200, "a" * 64)
+@pytest.fixture
+def login(tmp_path: Path) -> Callable[[bytes], Path]:
+    """The file that sshd writes for a login with this key."""
+
+    def write(blob: bytes) -> Path:
+        file = tmp_path / "login"
+        file.write_text(f"publickey ssh-ed25519-cert-v01@openssh.com {base64.b64encode(blob).decode()}\n")
+        return file
+
+    return write
+
+
+def test_certificate_is_read(login: Callable[[bytes], Path]) -> None:
+    read = gate.login_certificate(str(login(_certificate())))
+    assert read == (42, "request head", 200, "a" * 64, 100)
+
+
+def test_certificate_of_ssh_keygen_is_read(tmp_path: Path, login: Callable[[bytes], Path]) -> None:
+    """With as many addresses as make lengths of more than one byte."""
+    for key in ("ca", "own"):
+        process.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "", "-f", str(tmp_path / key)])
+    sources = ",".join(f"10.1.2.{number},fd00::{number}/128" for number in range(1, 200))
+    argv = ["ssh-keygen", "-q", "-s", str(tmp_path / "ca"), "-I", "12ab " + "c" * 64, "-n", "dflash-gate", "-z", "77"]
+    argv += ["-V", "20300101Z:20300102Z", "-O", "clear", "-O", f"force-command=dflash-gate {'b' * 64}"]
+    process.run([*argv, "-O", f"source-address={sources}", str(tmp_path / "own.pub")])
+    blob = base64.b64decode((tmp_path / "own-cert.pub").read_text().split()[1])
+    read = gate.login_certificate(str(login(blob)))
+    assert (read.serial, read.key_id, read.digest) == (77, "12ab " + "c" * 64, "b" * 64)
+    assert read.valid_before - read.valid_after == 24 * 3600
 
 
 @pytest.mark.parametrize(
-    ("changes", "now", "client", "message"),
+    "changes",
     [
-        ({"name": b"ssh-rsa-cert-v01@openssh.com"}, 150, "10.1.2.1", "no ed25519 user certificate"),
-        ({"kind": 2}, 150, "10.1.2.1", "no ed25519 user certificate"),
-        ({"options": {"source-address": "10.1.2.1"}}, 150, "10.1.2.1", "no force-command"),
-        ({"options": GOOD | {"force-command": "sh"}}, 150, "10.1.2.1", "no force-command"),
-        ({"options": GOOD | {"force-command": f"dflash-gate {'a' * 64};id"}}, 150, "10.1.2.1", "no force-command"),
-        ({"options": GOOD | {"force-command": f"dflash-gate {'a' * 64}\n"}}, 150, "10.1.2.1", "no force-command"),
-        ({"options": GOOD | {"verify-required": ""}}, 150, "10.1.2.1", "options"),
-        ({"options": {"force-command": GOOD["force-command"]}}, 150, "10.1.2.1", "options"),
-        ({"principals": []}, 150, "10.1.2.1", "cannot be used"),
-        ({"principals": [b"root"]}, 150, "10.1.2.1", "principals"),
-        ({"principals": [b"dflash-gate", b"root"]}, 150, "10.1.2.1", "principals"),
-        ({}, 99, "10.1.2.1", "not valid now"),
-        ({}, 200, "10.1.2.1", "not valid now"),
-        ({}, 150, "10.1.3.1", "this login is from 10.1.3.1"),
-        ({}, 150, "::1", "this login is from ::1"),
-        ({}, 150, "", "does not appear to be an IPv4"),
+        {"name": b"ssh-rsa-cert-v01@openssh.com"},
+        {"kind": 2},
+        {"options": {"source-address": "10.1.2.1"}},
+        {"options": GOOD | {"force-command": "sh"}},
+        {"options": GOOD | {"force-command": f"dflash-gate {'a' * 64};id"}},
+        {"options": GOOD | {"force-command": f"dflash-gate {'a' * 64}\n"}},
+        {"options": GOOD | {"force-command": f"dflash-gate {'A' * 64}"}},
+        {"options": GOOD | {"verify-required": ""}},
+        {"options": {"force-command": GOOD["force-command"]}},
+        {"principals": []},
+        {"principals": [b"root"]},
+        {"principals": [b"dflash-gate", b"root"]},
+        {"extensions": b"permit-pty"},
     ],
 )
-def test_certificate_is_refused(changes: dict[str, Any], now: float, client: str, message: str) -> None:
-    with pytest.raises(gate.Refusal, match=message):
-        gate.check_certificate(_certificate(**changes), now, client)
-
-
-@given(st.data())
-def test_a_damaged_certificate_is_refused_or_still_names_a_digest(data: st.DataObject) -> None:
-    blob = bytearray(_certificate())
-    del blob[data.draw(st.integers(0, len(blob))) :]
-    for _ in range(data.draw(st.integers(0, 3))):
-        if blob:
-            blob[data.draw(st.integers(0, len(blob) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        read = gate.check_certificate(bytes(blob), 150, "10.1.2.1")
-    except gate.Refusal:
-        return
-    assert re.fullmatch("[0-9a-f]{64}", read.digest)
+def test_certificate_is_refused(changes: dict[str, Any], login: Callable[[bytes], Path]) -> None:
+    with pytest.raises(gate.Refusal, match="no force-command, principal and options as"):
+        gate.login_certificate(str(login(_certificate(**changes))))
 
 
 @pytest.mark.parametrize("path", ["/", "/a", "/a b/c.pt", "/a/…", "/..a/b."])
 def test_plain_paths(path: str) -> None:
-    assert gate.is_plain(path)
+    assert gate.parse_request(json.dumps({"verb": "stat", "path": path}).encode()) == ("stat", path, {})
 
 
 @pytest.mark.parametrize("path", ["", "a", "//a", "/a/", "/a//b", "/a/./b", "/a/../b", "/..", "/a\0", None, 7, ["/a"]])
 def test_paths_that_could_mean_another_place(path: object) -> None:
-    assert not gate.is_plain(path)
+    with pytest.raises(gate.Refusal, match="not a request of this gate"):
+        gate.parse_request(json.dumps({"verb": "stat", "path": path}).encode())
 
 
 @pytest.mark.parametrize(
