@@ -27,7 +27,7 @@ from tasks.sent_gate import ordinary_argv
 from tasks.ssh import ConnectionFailed, Connector
 
 REPLY_SECONDS = 60.0
-CLOSING_SECONDS = 10.0
+CLOSING_SECONDS, LEAVING_SECONDS = 10.0, 3.0
 LONGEST_REPLY = 1 << 24
 LONGEST_REPLY_BEFORE_BYTES = 1 << 16
 EXIT_SSH_FAILED = 255
@@ -221,11 +221,11 @@ class Channel:
                 raise self.failure()
         self.end(self.outcome)
 
-    def finish(self) -> int | None:
-        """End the gate's input and return the exit status of the process, None when it goes on for long."""
+    def finish(self, seconds: float = CLOSING_SECONDS) -> int | None:
+        """End the gate's input and return the exit status of the process, None when it goes on for longer."""
         with suppress(OSError):
             self._stdin.close()
-        return self._wait(CLOSING_SECONDS)
+        return self._wait(seconds)
 
     def abort(self) -> None:
         """End the process from another thread, so that whoever waits for it goes on and finds out."""
@@ -258,6 +258,9 @@ class Channel:
             try:
                 if isinstance(error, Refused) and self.approval is not None and not self._ended:
                     _record(self.connector, "refusal", self.host, self.approval, message=str(error))
+                if isinstance(error, Refused | RequestFailed):
+                    # it ends by itself, and has given its place to the next session when it has
+                    self.finish(LEAVING_SECONDS)
             finally:
                 self.end(_named(error))
             raise

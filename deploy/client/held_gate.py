@@ -32,7 +32,7 @@ def serve_held(held_to):
         gate.action = parse_action(next_line() or b"", held["digest"], held["host_keys"])
         if gate.action.kind not in URGENT:
             be_polite()
-        gate.hold(Certificate(held["serial"], held["key_id"], held["valid_before"], held["digest"]))
+        gate.hold(gate.action, Certificate(held["serial"], held["key_id"], held["valid_before"], held["digest"]))
         os.umask(0o022)
         return gate.conclude(gate.serve if gate.action.kind == "read-grant" else gate.perform)
     except Refusal as refusal:
