@@ -8,6 +8,7 @@ import hashlib
 import ipaddress
 import json
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -117,6 +118,13 @@ class _Answer:
         return None
 
     @property
+    def spent(self) -> bool:
+        """Whether it refused because the approval was used."""
+        with suppress(ValueError, KeyError, TypeError, RecursionError, IndexError):
+            return self.refusal is not None and json.loads(self.output.splitlines()[-1])["spent"] is True
+        return False
+
+    @property
     def last(self) -> str:
         lines = [line for line in self.errors.splitlines() if not line.startswith("debug1:")]
         return said(last_line("\n".join(lines))) or f"exit status {self.status}"
@@ -157,32 +165,16 @@ class _Attempts:
             changes.run(self.connector, self.host, approval, approval.action, lambda _, data: written.extend(data))
         except DFlashError as error:
             return Finding(name, "fail", said(str(error)), "the command that looks at the owners could not be run")
-        owners = dict(_owners(written.decode("utf-8", "replace")))
-        if not {"/proc/self", self.host.gate_state, self.gate} <= owners.keys():
-            return Finding(name, "fail", said(bytes(written).decode("utf-8", "replace")), "it does not name all files")
-        job, gate_user = owners["/proc/self"][0], owners[self.host.gate_state][0]
-        loose = [
-            f"{path} is of user {user} with mode {mode:o}"
-            for path, (user, mode) in owners.items()
-            if path not in ("/proc/self", self.host.gate_state) and (user != 0 or (mode & 0o022 and not mode & 0o1000))
-        ]
-        if owners[self.host.gate_state][1] & 0o077:
-            loose.append(f"{self.host.gate_state} can be entered by others than its user")
-        if loose and self.host.enforcement == "host":
-            why = "whoever can write there can put another gate in its place: make it root's and unwritable for others"
-            return Finding(name, "fail", "; ".join(loose), why)
-        if job == gate_user:
-            why = (
-                "an approved command runs as the user who keeps budgets and spent serials, so it could rewrite those "
-                "and the gate's log: approve only what you would trust with that, or set job_user in hosts.yaml"
-            )
-            return Finding(name, "warn", f"gate and job are one user ({job}), state {self.host.gate_state}", why)
-        why = "an approved command can reach neither budgets nor spent serials, and the gate program is root's"
-        return Finding(name, "pass", f"gate is user {gate_user}, job is user {job}", why)
+        return judge_owners(self.host, self.gate, written.decode("utf-8", "replace"))
 
     def replay(self) -> Finding:
         answer = self.say(self.look, self.look.action.canonical())
-        return _refused_by_gate("replay", answer, "a one-use approval that was used opens nothing, its key kept or not")
+        found = _refused_by_gate(
+            "replay", answer, "a one-use approval that was used opens nothing, its key kept or not"
+        )
+        if found.status == "pass" and not answer.spent:
+            return replace(found, status="fail", explanation="refused, but not because it was used")
+        return found
 
     def altered_line(self) -> Finding:
         line = self.grant.action.canonical().replace(b'"sessions":2', b'"sessions":9')
@@ -302,6 +294,33 @@ class _Attempts:
         return _Answer(status, output, errors.decode("utf-8", "replace"))
 
 
+def judge_owners(host: Host, gate: str, output: str) -> Finding:
+    """What the command of :func:`full_plan` tells about the gate program, the budgets and who commands run as."""
+    name = "gate and job user"
+    owners = dict(_owners(output))
+    if not {"/proc/self", host.gate_state, gate} <= owners.keys():
+        return Finding(name, "fail", said(output), "the command that looks at the owners does not name all files")
+    job, gate_user = owners["/proc/self"][0], owners[host.gate_state][0]
+    loose = [
+        f"{path} is of user {user} with mode {mode:o}"
+        for path, (user, mode) in owners.items()
+        if path not in ("/proc/self", host.gate_state) and (user != 0 or (mode & 0o022 and not mode & 0o1000))
+    ]
+    if owners[host.gate_state][1] & 0o077:
+        loose.append(f"{host.gate_state} can be entered by others than its user")
+    if loose and host.enforcement == "host":
+        why = "whoever can write there can put another gate in its place: make it root's and unwritable for others"
+        return Finding(name, "fail", "; ".join(loose), why)
+    if job == gate_user:
+        why = (
+            "an approved command runs as the user who keeps budgets and spent serials, so it could rewrite those "
+            "and the gate's log: approve only what you would trust with that, or set job_user in hosts.yaml"
+        )
+        return Finding(name, "warn", f"gate and job are one user ({job}), state {host.gate_state}", why)
+    why = "an approved command can reach neither budgets nor spent serials, and the gate program is root's"
+    return Finding(name, "pass", f"gate is user {gate_user}, job is user {job}", why)
+
+
 def _refused_by_gate(name: str, answer: _Answer, meaning: str) -> Finding:
     if answer.refusal is not None:
         return Finding(name, "pass", f"refused: {said(answer.refusal)}", meaning)
@@ -316,8 +335,8 @@ def _refused_by_gate(name: str, answer: _Answer, meaning: str) -> Finding:
 def _owners(output: str) -> Iterator[tuple[str, tuple[int, int]]]:
     """Path → (user, mode) of each line in :data:`FORMAT`."""
     for line in output.splitlines():
-        user, mode, path = line.split(" ", 2)
-        yield path, (int(user), int(mode, 8))
+        if found := re.fullmatch(r"([0-9]+) ([0-7]+) (/.*)", line):
+            yield found[3], (int(found[1]), int(found[2], 8))
 
 
 def _own_addresses() -> list[ipaddress.IPv4Address | ipaddress.IPv6Address]:

@@ -8,7 +8,6 @@ import json
 import os
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -16,18 +15,17 @@ from dflash.errors import UsageError
 from tasks.actions import ReadGrant, said
 from tasks.approvals import Approval
 from tasks.audit import LATEST, show_time
-from tasks.channel import GateError, RequestFailed
-from tasks.gate import GateSession, open_session
+from tasks.channel import GateError
+from tasks.gate import open_session
 from tasks.inventory import Host
 from tasks.plans import Plan
 from tasks.ssh import Connector
 
-LOGS = ("gate.log.1", "gate.log")
-"""The gate begins a new log when it has grown to 32 MiB and keeps the one before; the oldest first."""
-LOG_BYTES = 80 << 20
-"""What one approval lets be read of them in all."""
-OPENED = ("session opened", "change begun")
-"""Events of the gate's log that stand for one use of a certificate."""
+LOG = "gate.log"
+LOG_BYTES = 256 << 20
+"""What one approval lets be read of it in all."""
+OPENED = "session opened"
+"""Event of the gate's log that stands for one use of a certificate."""
 NOT_ARRIVED = ("ConnectionFailed", "HostKeyError", "Refused")
 """Outcomes after which the program itself says that the host may have done nothing."""
 CLOCKS_APART = 300.0
@@ -64,7 +62,7 @@ def plan_reconcile(host: Host) -> Plan:
     grant = ReadGrant(
         host=host.name,
         host_keys=host.fingerprints,
-        paths=tuple(f"{host.gate_state}/{name}" for name in LOGS),
+        paths=(f"{host.gate_state}/{LOG}",),
         verbs=("stat", "read"),
         sessions=2,
         bytes=LOG_BYTES,
@@ -86,15 +84,17 @@ def reconcile_host(connector: Connector, host: Host, approval: Approval) -> list
 
 def host_log(connector: Connector, host: Host, approval: Approval) -> list[bytes]:
     """The lines of the gate's log on ``host``, the oldest first; a line that is being written is left out."""
-    content = b""
+    path = f"{host.gate_state}/{LOG}"
+    parts: list[bytes] = []
     with open_session(connector, host, approval) as session:
-        for name in LOGS:
-            # most hosts have one log only
-            with suppress(RequestFailed):
-                content += _content(session, f"{host.gate_state}/{name}")
-    if not content:
-        raise GateError(f"{host.name} has no log of its gate in {host.gate_state}; see gate_state in hosts.yaml")
-    return content.split(b"\n")[:-1]
+        left = session.stat(path).size
+        with session.read(path, 0, left) as stream:
+            while left and (part := os.read(stream.fileno(), min(left, 1 << 20))):
+                parts.append(part)
+                left -= len(part)
+            if left:
+                raise GateError(f"{path} ended {left} bytes early")
+    return b"".join(parts).split(b"\n")[:-1]
 
 
 def reconcile(audit: Iterable[Entry], log: Sequence[bytes], *, until: float = LATEST) -> list[Difference]:
@@ -125,14 +125,12 @@ class _Use:
 
     host_times: list[float] = field(default_factory=list)
     host_digests: set[str] = field(default_factory=set)
-    host_sent: int = 0
     refusals: list[tuple[float, str]] = field(default_factory=list)
     program_times: list[float] = field(default_factory=list)
     recent: int = 0
     """Uses so late that the host's log may not have them yet."""
     digest: str | None = None
     outcomes: list[str] = field(default_factory=list)
-    bytes: int = 0
     approved: bool = False
 
     @property
@@ -156,13 +154,11 @@ def _read_log(log: Sequence[bytes], uses: dict[int, _Use]) -> Iterator[Differenc
         if serial is None:
             continue
         use = uses.setdefault(serial, _Use())
-        if event in OPENED:
+        if event == OPENED:
             use.host_times.append(at)
             use.host_digests.add(str(entry.get("digest")))
         if event == "refused":
             use.refusals.append((at, said(str(entry.get("message")))))
-        sent = entry.get("sent")
-        use.host_sent += sent if type(sent) is int else 0
 
 
 def _read_audit(entry: Entry, uses: dict[int, _Use], until: float, begins: float, earlier: list[float]) -> None:
@@ -181,7 +177,6 @@ def _read_audit(entry: Entry, uses: dict[int, _Use], until: float, begins: float
         case "end" if "serial" in entry:
             use = uses.setdefault(entry["serial"], _Use())
             use.outcomes.append(str(entry.get("outcome", "")))
-            use.bytes += int(entry.get("bytes", 0))
 
 
 def _compared(serial: int, use: _Use) -> Iterator[Difference]:
@@ -205,19 +200,3 @@ def _compared(serial: int, use: _Use) -> Iterator[Difference]:
         yield Difference("program", at, serial, what)
     if use.digest is not None and use.host_digests - {use.digest}:
         yield Difference("host", use.first, serial, "the host did another action under this serial than was approved")
-    whole = use.outcomes and len(use.outcomes) == here and all(outcome == "closed" for outcome in use.outcomes)
-    if whole and there == here and use.host_sent > use.bytes:
-        what = f"the host sent {use.host_sent} bytes, and {use.bytes} arrived here"
-        yield Difference("host", use.first, serial, what)
-
-
-def _content(session: GateSession, path: str) -> bytes:
-    size = session.stat(path).size
-    with session.read(path, 0, size) as stream:
-        parts, left = [], size
-        while left and (part := os.read(stream.fileno(), min(left, 1 << 20))):
-            parts.append(part)
-            left -= len(part)
-    if left:
-        raise GateError(f"{path} ended {left} bytes early")
-    return b"".join(parts)

@@ -3,8 +3,7 @@
 import getpass
 import shutil
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +17,10 @@ from tasks.identities import Identities, Identity, identities_here
 from tasks.offers import Offers, hear
 from tasks.ssh import ConnectionFailed, HostKeyError
 from tests.guard_state import PASSPHRASE, make_key, public_line
-from tests.sshds import PROTECTED, Operator, Site, Sshd
-from tests.sshds import _start as start_sshd
+from tests.sshds import Operator, Site, Sshd
 
-SSHD = shutil.which("sshd", path="/usr/sbin:/usr/local/sbin:/usr/bin") or "sshd"
 NONE_HERE = Identities((), ())
 Start = Callable[..., Sshd]
-
-
-@pytest.fixture
-def start(tmp_path: Path) -> Iterator[Start]:
-    """Start an sshd with ``more`` at the end of its configuration."""
-    with ExitStack() as running:
-
-        def run(more: str = "", authorized_keys: str = "none") -> Sshd:
-            folder = tmp_path / f"sshd-{time.monotonic_ns()}"
-            made = start_sshd(SSHD, folder, PROTECTED, authorized_keys=authorized_keys, more=more)
-            running.callback(made.running.wait)
-            running.callback(made.running.terminate)
-            return made
-
-        yield run
 
 
 def of(site: Site, folder: Path, sshd: Sshd, **changes: Any) -> Operator:
