@@ -9,16 +9,25 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Protocol
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, one_line
 
 ITEM_SIZES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
     "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint64": 8, "uint32": 4, "uint16": 2, "uint8": 1, "bool": 1,
 }  # fmt: skip
+_MESSAGE_HEAD, _MESSAGE_TAIL = 5000, 1000
+"""Characters of a message that are kept: a path can have 4096."""
 
 
 class CheckpointError(DFlashError):
-    """A checkpoint cannot be read, or is not what it should be."""
+    """A checkpoint cannot be read, or is not what it should be.
+
+    Its message is one printable line of bounded length, whatever names stand in the file.
+    """
+
+    def __init__(self, message: str) -> None:
+        cut = f"{message[:_MESSAGE_HEAD]} … {message[-_MESSAGE_TAIL:]}"
+        super().__init__(one_line(message if len(message) <= len(cut) else cut))
 
 
 class NotACheckpointError(CheckpointError):

@@ -14,7 +14,7 @@ ALIASES = "dflash.aliases"
 TRAINING = "dflash.training"
 """Key of ``__metadata__`` whose JSON is what a checkpoint says of its own training beside its tensors."""
 
-_MOST_HEADER = 100 << 20
+_MOST_HEADER = 32 << 20
 _DTYPES = {
     "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",

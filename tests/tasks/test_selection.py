@@ -2,6 +2,7 @@
 
 import json
 import os
+import random
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from dflash.checkpoint_layout import ChangedError, CheckpointError, NotACheckpointError, read_safetensors_file
 from dflash.checkpoints import read_checkpoint
 from tasks.packing import LARGEST_GATHERED, NotContiguousError
+from tasks.repack import Repack
 from tasks.selection import select
 from tasks.sources import LocalSource, require_settled
 from tests.tasks.selections import DRAFTER, CountedSource, adam, assert_equal, weights, write_out
@@ -92,6 +94,26 @@ def test_ranges_can_be_cut_anywhere(checkpoint: Path, tmp_path: Path, most: int)
             planned = output.ranges(most)
             assert all(one.length <= max(most, 64) for one in planned)
             assert sum(one.size for one in planned) + sum(len(data) for _, data in output.literals) <= output.size
+
+
+@pytest.mark.parametrize("how", [{}, {"dtype": "bfloat16"}, {"output": "pt"}])
+def test_bytes_may_come_in_pieces_of_any_size(checkpoint: Path, how: dict[str, Any]) -> None:
+    data = checkpoint.read_bytes()
+    chance = random.Random(0)
+    for output in select(LocalSource(checkpoint), **how).outputs:
+        if output.name == "config.json":
+            continue
+        for planned in output.ranges():
+            whole, pieces = Repack(planned), Repack(planned)
+            wanted = data[planned.offset : planned.offset + planned.length]
+            made, at = bytearray(), 0
+            while at < len(wanted):
+                length = chance.randrange(1, 5000)
+                made += b"".join(pieces.feed(wanted[at : at + length]))
+                at += length
+            assert made == b"".join(whole.feed(wanted))
+            assert pieces.finish() == whole.finish()
+            assert len(made) == planned.size
 
 
 def test_dtypes_of_all_widths_are_aligned_and_equal(tmp_path: Path) -> None:

@@ -42,7 +42,7 @@ def with_pickle(path: Path, data: bytes, **records: bytes) -> Path:
 
 
 def text(value: str) -> bytes:
-    return b"X" + struct.pack("<I", len(value)) + value.encode()
+    return b"X" + struct.pack("<I", len(value.encode())) + value.encode()
 
 
 TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
@@ -285,6 +285,7 @@ def test_a_safetensors_header_that_lies_is_named(tmp_path: Path) -> None:
         (len(header), header.replace(b"[2]", b"[3]") + bytes(8), "malformed"),
         (len(header), header.replace(b"[0, 8]", b"[4, 8]") + bytes(8), "malformed"),
         (10**6, b'{"a":' + b"[" * 10**6, "malformed"),
+        (33 << 20, bytes(33 << 20), "its header would be"),
     ):
         (tmp_path / "m.safetensors").write_bytes(struct.pack("<Q", prefix) + body)
         with pytest.raises(DamagedError, match=says):
@@ -348,6 +349,17 @@ def test_parts_may_come_in_any_order_and_twice_but_none_may_be_missing(path: Pat
         checksums.add(parts[:missing] + parts[missing + 1 :])
         with pytest.raises(DamagedError, match=r"of record a/data/\d \d+ of \d+ bytes were read"):
             checksums.verify()
+
+
+def test_names_out_of_a_file_do_not_reach_the_terminal_as_they_are(tmp_path: Path) -> None:
+    name = "a\x1b[2J\n\u202e" + "x" * 10**6
+    evil = with_pickle(tmp_path / "evil.pt", b"\x80\x04" + text(name) + text("b") + b"\x93.")
+    torch.save({"module." + name: torch.ones(1), "_orig_mod." + name: torch.ones(1)}, tmp_path / "twice.pt")
+    for path in (evil, tmp_path / "twice.pt"):
+        with pytest.raises(CheckpointError, match=r"a\\x1b\[2J\\n\\u202ex") as caught:
+            select(LocalSource(path))
+        assert str(caught.value).isprintable()
+        assert len(str(caught.value)) < 7000
 
 
 def test_the_crc_of_parts_is_that_of_the_whole() -> None:
