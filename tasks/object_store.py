@@ -407,16 +407,16 @@ class ObjectStore:
 
 
 class _Asking:
-    """A connection that sends nothing more once the store has answered.
+    """A connection that sends nothing of a body once the store has answered.
 
-    botocore waits for the answer to ``Expect: 100-continue`` and then lets the rest of the body come to drop it.
+    botocore waits for the answer to ``Expect: 100-continue`` and then lets the body come, to drop it.
     """
 
-    def send(self, data: Any) -> Any:
+    def endheaders(self, *arguments: Any, **more: Any) -> None:
+        super().endheaders(*arguments, **more)  # type: ignore[misc]
         if self._response_received:  # type: ignore[attr-defined]
-            # urllib3 takes it for a server that has said what it had to say
+            # urllib3 goes on to read what the server had to say
             raise BrokenPipeError
-        return super().send(data)  # type: ignore[misc]
 
 
 class _AskingSession(URLLib3Session):  # type: ignore[misc]

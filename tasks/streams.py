@@ -108,7 +108,7 @@ class Transfer:
             finally:
                 self._stop()
         except DFlashError as error:
-            if _is_of_changed_source(error):
+            if is_of_changed_source(error):
                 self._leave_nothing()
             raise
 
@@ -329,5 +329,5 @@ def is_lost_link(error: DFlashError) -> bool:
     return isinstance(error, GateError | ConnectionFailed | ReceiverLostError)
 
 
-def _is_of_changed_source(error: DFlashError) -> bool:
+def is_of_changed_source(error: DFlashError) -> bool:
     return isinstance(error, SourceChangedError) or (isinstance(error, Refused) and CHANGED in str(error))

@@ -128,6 +128,9 @@ class Part:
     def write(self, offset: int, length: int, read: Callable[[memoryview], int]) -> str:
         """Store ``length`` bytes of ``read`` durably from ``offset`` on and return their sha256."""
         self._check_span(offset, length)
+        if offset < self.hashed:
+            # what was there before came wrong, or not whole
+            self.whole, self.hashed = hashlib.sha256(), 0
         digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         at, end, flushed = offset, offset + length, offset
         while at < end:

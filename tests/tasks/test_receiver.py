@@ -371,6 +371,14 @@ def store() -> Iterator[str]:
     server.server_close()
 
 
+def test_range_that_is_written_again_counts_once_in_the_whole(destination: Open) -> None:
+    there = destination()
+    there.begin()
+    for content in (bytes(len(CONTENT)), CONTENT):
+        assert there.write(content)["ok"]
+    assert there.commit()["sha256"] == DIGEST
+
+
 def test_range_can_come_from_a_presigned_url(destination: Open, store: str) -> None:
     there = destination()
     there.begin()
