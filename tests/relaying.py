@@ -5,8 +5,9 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import DFlashError
+from tasks import process
 from tasks.approvals import Approval
 from tasks.inventory import Host, Location
 from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay
@@ -35,10 +37,19 @@ class Way:
 
     @classmethod
     def through(
-        cls, site: Site, folder: Path, *, source: str = "train", name: str = "operator", **entries: dict[str, Any]
+        cls,
+        site: Site,
+        folder: Path,
+        entries: Mapping[str, dict[str, Any]] | None = None,
+        *,
+        source: str = "train",
+        name: str = "operator",
     ) -> "Way":
-        """From host ``source`` to ``infer``; ``name`` tells one operator from another on the same way."""
-        operator = site.operator(folder / name / "guard", **entries)
+        """From host ``source`` to ``infer``; ``name`` tells one operator from another on the same way.
+
+        ``entries`` as in :meth:`Site.hosts_text`.
+        """
+        operator = site.operator(folder / name / "guard", **entries or {})
         start, end = operator.inventory.host(source), operator.inventory.host("infer")
         return cls(
             operator,
@@ -111,13 +122,13 @@ class Way:
 class Forked:
     """A relay in a process of its own, which may be killed."""
 
-    process: BaseProcess
+    child: BaseProcess
     answers: Connection
 
     @property
     def pid(self) -> int:
-        assert self.process.pid is not None
-        return self.process.pid
+        assert self.child.pid is not None
+        return self.child.pid
 
     def kill(self) -> None:
         os.kill(self.pid, signal.SIGKILL)
@@ -128,7 +139,7 @@ class Forked:
             answer: RelayResult | DFlashError | None = self.answers.recv()
         except EOFError:
             answer = None
-        self.process.join(60)
+        self.child.join(60)
         return answer
 
 
@@ -146,10 +157,38 @@ def fork(way: Way, progress: Progress | None = None, **options: Any) -> Forked:
         send.send(result)
 
     way.approve(max_bytes=options.get("max_bytes", FILE_BYTES))
-    process = context.Process(target=run)
-    process.start()
+    child = context.Process(target=run)
+    child.start()
     send.close()
-    return Forked(process, answers)
+    return Forked(child, answers)
+
+
+SCRIPT = """
+import sys, typer
+from pathlib import Path
+from dflash.errors import run_cli
+from flows.cli_relay import relay
+app = typer.Typer()
+app.command()(relay)
+try:
+    run_cli(app)
+finally:
+    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
+    print(peak.split()[1], file=sys.stderr)
+"""
+
+
+def command(*arguments: str, environment: Mapping[str, str] | None = None) -> process.Popen[bytes]:
+    """Start ``dflash-ops relay`` with these arguments; its last line on stderr is its peak memory in KiB."""
+    argv = [sys.executable, "-c", SCRIPT, *arguments]
+    return process.start(argv, stdout=process.PIPE, stderr=process.PIPE, env=environment)
+
+
+def peak_memory(running: process.Popen[bytes]) -> int:
+    """Bytes that a :func:`command` took at the most, once it has ended well."""
+    _, said = running.communicate()
+    assert running.returncode == 0, said.decode()
+    return int(said.split()[-1]) * 1024
 
 
 def once(at: int, action: Callable[[], object]) -> Progress:

@@ -103,7 +103,11 @@ class Site:
     ca_key: Path
     login_key: Path
 
-    def inventory(self, *, guard: dict[str, Any] | None = None, **entries: dict[str, Any]) -> Inventory:
+    def inventory(self, **entries: dict[str, Any]) -> Inventory:
+        """What :meth:`hosts_text` says."""
+        return parse(self.hosts_text(**entries))
+
+    def hosts_text(self, **entries: dict[str, Any]) -> str:
         """hosts.yaml with ``train`` (protected) and ``infer``; ``entries`` change one of them or add another host."""
         hosts: dict[str, dict[str, Any]] = {
             "train": {
@@ -119,17 +123,18 @@ class Site:
         for name, changes in entries.items():
             hosts[name] = hosts.get(name, {}) | changes
         ca = public_keys.normalise_signing(self.ca_key.with_suffix(".pub").read_text())
-        return parse(json.dumps({"version": 1, "guard": {"ca_public_key": ca, "lab": True}, "hosts": hosts}))
+        return json.dumps({"version": 1, "guard": {"ca_public_key": ca, "lab": True}, "hosts": hosts})
 
-    def ordinary_entry(self, **changes: Any) -> dict[str, Any]:
-        """An entry of hosts.yaml for the ordinary host."""
+    def ordinary_entry(self, sshd: Sshd | None = None, **changes: Any) -> dict[str, Any]:
+        """An entry of hosts.yaml for the ordinary host, or for :func:`another_sshd`."""
+        sshd = sshd or self.ordinary
         entry: dict[str, Any] = {
             "role": "inference",
-            "address": self.ordinary.address,
-            "port": self.ordinary.port,
+            "address": sshd.address,
+            "port": sshd.port,
             "user": getpass.getuser(),
             "identity_file": str(self.login_key),
-            "host_keys": list(self.ordinary.host_keys),
+            "host_keys": list(sshd.host_keys),
         }
         return entry | changes
 
@@ -233,6 +238,18 @@ def both_sshds(folder: Path, ca_public_key: str | None = None) -> Iterator[Site]
     for each in (protected, ordinary):
         each.running.terminate()
         each.running.wait()
+
+
+@contextmanager
+def another_sshd(site: Site, name: str, address: str) -> Iterator[Sshd]:
+    """A further ordinary host beside those of ``site``, which lets the same login in."""
+    program, login = site.ordinary.running.args[0], str(site.login_key.with_suffix(".pub"))  # type: ignore[index]
+    sshd = _start(program, site.folder / name, address, authorized_keys=login, more="")
+    try:
+        yield sshd
+    finally:
+        sshd.running.terminate()
+        sshd.running.wait()
 
 
 @pytest.fixture
