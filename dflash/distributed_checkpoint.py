@@ -155,6 +155,7 @@ def _layout(metadata: Any) -> DistributedLayout:
     paths = {
         _text(name): tuple(str(_scalar(part)) for part in _short(path))
         for name, path in (planned.items() if isinstance(planned, dict) else ())
+        if path
     }
     return DistributedLayout(tensors, objects, paths)
 

@@ -149,6 +149,13 @@ def test_shards_move_as_they_are_and_become_one_file_when_converted(tmp_path: Pa
     assert_equal(load_file(narrowed / "model.safetensors"), {name: tensor.bfloat16() for name, tensor in state.items()})
 
 
+def test_what_lies_at_near_places_of_two_files_is_read_from_each(tmp_path: Path) -> None:
+    first, second = {"a": torch.randn(100)}, {"p": torch.arange(80), "b": torch.randn(100)}
+    out = made(sharded(tmp_path / "d", CONFIG, first, second), tmp_path / "out", dtype="bfloat16")
+    expected = {"a": first["a"].bfloat16(), "b": second["b"].bfloat16(), "p": second["p"]}
+    assert_equal(load_file(out / "model.safetensors"), expected)
+
+
 def test_the_targets_own_tensors_stay_behind(tmp_path: Path) -> None:
     place = sharded(
         tmp_path / "d",

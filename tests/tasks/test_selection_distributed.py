@@ -198,6 +198,13 @@ def test_metadata_that_lies_is_named(place: Path, damage: str) -> None:
         select(LocalSource(place))
 
 
+@pytest.mark.parametrize("planned", [None, {"step": (), "model.module.fc.weight": ()}], ids=["none", "empty"])
+def test_names_are_split_where_no_keys_are_told(place: Path, tmp_path: Path, planned: Any) -> None:
+    rewrite(place, lambda metadata: setattr(metadata, "planner_data", planned))
+    found = load_file(made(place, tmp_path / "out") / "model.safetensors")
+    assert_equal(found, weights(""))
+
+
 def as_shards(metadata: Metadata, *offsets: tuple[int, int]) -> None:
     """Make the tensors ``0``, ``1``, … shards of one tensor ``w`` at ``offsets``, as ranks would have saved them."""
     chunks = []
