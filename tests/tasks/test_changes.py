@@ -109,7 +109,7 @@ def test_much_output_comes_whole_and_in_order(protected: Place) -> None:
     ("script", "limits", "why"),
     [
         ("sleep 1000", {"seconds": 1}, "longer than the approved 1 s"),
-        ("cat /dev/zero", {"bytes": 1 << 16}, "more than the approved 65536 bytes"),
+        ("cat /dev/zero", {"bytes": 1 << 16}, "wrote more than"),
     ],
 )
 def test_a_command_is_ended_at_its_limits(place: Place, script: str, limits: dict[str, int], why: str) -> None:
