@@ -74,6 +74,9 @@ def place(request: pytest.FixtureRequest, site: Site, tmp_path: Path) -> Place:
     return Place(operator, operator.train if request.param == "protected" else operator.infer)
 
 
+WITH_AND_WITHOUT_A_GATE = pytest.mark.parametrize("place", ["protected", "ordinary"], indirect=True)
+
+
 @pytest.fixture
 def protected(operator: Operator) -> Place:
     return Place(operator, operator.train)
@@ -94,8 +97,8 @@ def test_a_command_runs_as_it_was_approved(place: Place, tmp_path: Path) -> None
     assert place.said("stderr") == b"bad\n"
 
 
-def test_a_command_that_a_signal_ends_says_so(place: Place) -> None:
-    assert place.run(shell(place.host, "kill -USR1 $$")) == -10
+def test_a_command_that_a_signal_ends_says_so(protected: Place) -> None:
+    assert protected.run(shell(protected.host, "kill -USR1 $$")) == -10
 
 
 def test_much_output_comes_whole_and_in_order(protected: Place) -> None:
@@ -112,11 +115,11 @@ def test_much_output_comes_whole_and_in_order(protected: Place) -> None:
         ("cat /dev/zero", {"bytes": 1 << 16}, "wrote more than"),
     ],
 )
-def test_a_command_is_ended_at_its_limits(place: Place, script: str, limits: dict[str, int], why: str) -> None:
+def test_a_command_is_ended_at_its_limits(protected: Place, script: str, limits: dict[str, int], why: str) -> None:
     with pytest.raises(RequestFailed, match=why):
-        place.run(shell(place.host, f"echo $$; {script}", **limits))
-    assert len(place.said("stdout")) <= 1 << 16
-    _wait_until_gone(int(place.said("stdout").split()[0]))
+        protected.run(shell(protected.host, f"echo $$; {script}", **limits))
+    assert len(protected.said("stdout")) <= 1 << 16
+    _wait_until_gone(int(protected.said("stdout").split()[0]))
 
 
 def test_a_command_ends_with_the_client_that_wanted_it(place: Place) -> None:
@@ -141,10 +144,10 @@ def _wait_until_gone(pid: int) -> None:
         time.sleep(0.02)
 
 
-def test_a_program_that_is_not_there_is_a_failure(place: Place) -> None:
-    action = Run(**_named(place.host), argv=("/no/such/program",), seconds=10)
+def test_a_program_that_is_not_there_is_a_failure(protected: Place) -> None:
+    action = Run(**_named(protected.host), argv=("/no/such/program",), seconds=10)
     with pytest.raises(RequestFailed, match="No such file"):
-        place.run(action)
+        protected.run(action)
 
 
 def test_a_change_is_spent_before_it_is_sent_and_its_end_recorded(protected: Place, tmp_path: Path) -> None:
@@ -233,6 +236,7 @@ def _named(host: Host) -> dict[str, Any]:
     return {"host": host.name, "host_keys": host.fingerprints}
 
 
+@WITH_AND_WITHOUT_A_GATE
 def test_a_file_is_written_whole_and_replaces_only_what_it_may(place: Place, tmp_path: Path) -> None:
     target, content = tmp_path / "config", os.urandom(3 << 20)
     place.put(target, content, mode=0o600)
@@ -264,12 +268,12 @@ def test_progress_of_a_put(protected: Place, tmp_path: Path) -> None:
     assert (tmp_path / "file").read_bytes() == content
 
 
-@pytest.mark.parametrize("content", [b"approvet", b"approved and more", b"appro", b""])
-def test_other_bytes_than_the_approved_ones_spend_nothing(protected: Place, tmp_path: Path, content: bytes) -> None:
+def test_other_bytes_than_the_approved_ones_spend_nothing(protected: Place, tmp_path: Path) -> None:
     action = put_of(protected.host, tmp_path / "file", b"approved")
     approval = approve_change(protected.operator, action)
-    with pytest.raises(ContentError, match="make a new plan"):
-        changes.put(protected.operator.connector, protected.host, approval, action, io.BytesIO(content))
+    for content in (b"approvet", b"approved and more", b"appro", b""):
+        with pytest.raises(ContentError, match="make a new plan"):
+            changes.put(protected.operator.connector, protected.host, approval, action, io.BytesIO(content))
     assert protected.operator.events("consumption") == []
     changes.put(protected.operator.connector, protected.host, approval, action, io.BytesIO(b"approved"))
     assert (tmp_path / "file").read_bytes() == b"approved"
@@ -283,9 +287,9 @@ class _Pipe(io.BytesIO):
 
 
 @pytest.mark.parametrize("content", [b"approvet", b"appro"])
-def test_other_bytes_that_show_too_late_are_not_written(place: Place, tmp_path: Path, content: bytes) -> None:
+def test_other_bytes_that_show_too_late_are_not_written(protected: Place, tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ContentError, match="nothing was written"):
-        place.put(tmp_path / "file", b"approved", _Pipe(content))
+        protected.put(tmp_path / "file", b"approved", _Pipe(content))
     _wait_until_empty(tmp_path)
 
 
@@ -296,6 +300,7 @@ def _wait_until_empty(folder: Path) -> None:
         time.sleep(0.02)
 
 
+@WITH_AND_WITHOUT_A_GATE
 def test_a_job_outlives_its_session_and_is_launched_and_signalled_once(place: Place, tmp_path: Path) -> None:
     pid = place.launch(tmp_path, 'echo "$1"; trap "exit 5" TERM; while :; do sleep 0.05; done', "working")
     folder = tmp_path / "train-1"
@@ -384,16 +389,16 @@ def test_parts_of_a_file_reach_the_object_store(place: Place, store: Store, tmp_
 
 
 def test_a_url_that_leads_elsewhere_sends_nothing_and_is_not_repeated(
-    place: Place, store: Store, tmp_path: Path
+    protected: Place, store: Store, tmp_path: Path
 ) -> None:
     file = tmp_path / "step.pt"
     file.write_bytes(b"content")
-    action = _upload_of(place.host, store, file, (0, 5))
+    action = _upload_of(protected.host, store, file, (0, 5))
     with pytest.raises((RequestFailed, Refused)) as failed:
         changes.upload(
-            place.operator.connector,
-            place.host,
-            place.approval(action),
+            protected.operator.connector,
+            protected.host,
+            protected.approval(action),
             action,
             [f"{store.endpoint}/b/relay/1?X-Amz-Signature=secret"],
         )
