@@ -5,11 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cryptography.exceptions import InvalidSignature
 
-from tasks import certificates, process, public_keys, signing
+from tasks import certificates, process, public_keys, security_keys, signing
 from tasks.certificates import CertificateError, Terms
 from tasks.gate import open_session
 from tasks.plans import Plan
+from tasks.security_keys import Signed
 from tasks.signing import SigningKey
 from tests.guard_state import make_key
 from tests.sshds import both_sshds
@@ -129,3 +131,25 @@ def test_a_signature_of_another_form_approves_nothing(
     signed.write_text(f"{kind} {base64.b64encode(forged).decode()}\n")
     with pytest.raises(CertificateError, match="approves nothing"):
         certificates.read(signed, token.public_line)
+
+
+def test_bytes_behind_a_certificate_make_it_none(token: Token, tmp_path: Path) -> None:
+    signed = certify(token, tmp_path)
+    kind, content, *_ = signed.read_text().split()
+    for more in (b"\0", string(b""), string(b"x")):
+        signed.write_text(f"{kind} {base64.b64encode(base64.b64decode(content) + more).decode()}\n")
+        with pytest.raises(CertificateError, match="no whole certificate"):
+            certificates.read(signed, token.public_line)
+
+
+def test_a_signature_is_of_the_kind_of_its_key(token: Token) -> None:
+    content = b"what is signed"
+    right = token.sign(content)
+    security_keys.verify(Signed(content, token.blob, right))
+    for other in ({SK_ED25519, SK_ECDSA} - {token.kind}).pop(), "ssh-ed25519":
+        with pytest.raises(ValueError, match="of another kind"):
+            security_keys.verify(
+                Signed(content, token.blob, string(other.encode()) + right[len(string(token.kind.encode())) :])
+            )
+    with pytest.raises(InvalidSignature):
+        security_keys.verify(Signed(content + b"!", token.blob, right))
