@@ -12,7 +12,7 @@ from tests.guard_state import make_key
 from tests.sshds import write_gate_configuration
 
 NOT_APPROVED = "not the approved one"
-USED = "used already"
+USED = "used already|sessions are used"
 
 
 def _harmless(stage: Stage) -> Run:
@@ -123,7 +123,7 @@ def _(stage: Stage) -> object:
 def _(stage: Stage) -> object:
     _two_persons(stage)
     action = stage.run()
-    return stage.past(stage.approved(action).of(action))
+    return stage.past(stage.approved(action).of(action), action.canonical() + b"\n{}")
 
 
 @attempt("a second person who signed nothing", "")

@@ -155,3 +155,40 @@ def attempt(name: str, says: str) -> Callable[[Bypass], Bypass]:
         return function
 
     return register
+
+
+SLOW = frozenset(
+    (
+        "a certificate of a CA that nobody knows",
+        "a command for longer",
+        "a file of 1 GiB hashed along",
+        "a job under another name",
+        "a key twice in the action",
+        "a name that the ssh configuration includes, control connection",
+        "a negative offset",
+        "a path with a NUL",
+        "a proc link",
+        "a request file that says approved",
+        "an action that never ends",
+        "another key type, control connection",
+        "another port, control connection",
+        "another port, ssh process",
+        "as the jump host of another, by address, control connection",
+        "as the jump host of another, disguised, ssh process",
+        "client enforcement, a certificate of another CA",
+        "client enforcement, one byte more than the budget",
+        "client enforcement, one session more than approved",
+        "for the user root",
+        "not yet valid",
+        "one more session",
+        "reading under the certificate of a command",
+        "that forces a gate of the sender's",
+        "the CA's own key",
+        "the certificate of another request",
+        "the folder above the root",
+        "through a jump host, ssh process",
+        "what was denied",
+        "with everything permitted",
+    )
+)
+"""Variations of others in the table; only ``make test-slow`` makes them."""

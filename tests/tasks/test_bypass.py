@@ -15,7 +15,7 @@ import pytest
 from dflash.errors import run_cli
 from tasks import process
 from tests.bypass import ATTEMPTS
-from tests.bypass.stage import More, Stage
+from tests.bypass.stage import SLOW, More, Stage
 from tests.sshds import Operator, Site, both_sshds
 
 
@@ -84,7 +84,15 @@ def stage(
         yield Stage(site, more, operator, tmp_path, monkeypatch, open_files)
 
 
-@pytest.mark.parametrize("name", ATTEMPTS)
+TABLE = [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in ATTEMPTS]
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len(ATTEMPTS) - len(SLOW) >= 40
+    assert set(ATTEMPTS) > SLOW
+
+
+@pytest.mark.parametrize("name", TABLE)
 def test_every_way_around_is_refused_and_recorded(stage: Stage, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     tried, says = ATTEMPTS[name]
     before = sum(1 for _ in stage.operator.audit.entries())

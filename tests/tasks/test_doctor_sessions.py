@@ -56,22 +56,18 @@ def with_status(found: dict[str, Finding], status: str) -> set[str]:
     return {name for name, one in found.items() if one.status == status}
 
 
-def test_a_guarded_host_refuses_all_of_it(operator: Operator, site: Site) -> None:
+def test_a_guarded_host_refuses_all_of_it(site: Site, tmp_path: Path) -> None:
+    operator = site.operator(tmp_path / "operator", train={"source_addresses": ["127.0.0.1"]})
     found = attempted(operator, site)
-    assert set(found) == set(doctor_sessions.ROWS)
-    assert with_status(found, "fail") == {"gate and job user"}, found  # its folders are this checkout's, not root's
-    assert with_status(found, "skipped") == {"other source address"}, found
+    assert tuple(found) == doctor_sessions.ROWS
+    owners = {"gate and job user"}  # who owns this checkout and its folders is not the gate's doing
+    assert with_status(found, "fail") <= owners, found
+    assert with_status(found, "pass") >= set(found) - owners, found
     assert "used" in found["replay"].measured
     assert "not the approved one" in found["altered action line"].measured
+    assert found["other source address"].measured.startswith("refused from ")
     assert "approved ones left" in found["budget"].measured
     assert [entry["event"] for entry in operator.audit.entries()].count("retire") == 1
-
-
-def test_another_address_than_the_approved_one_is_tried(site: Site, tmp_path: Path) -> None:
-    operator = site.operator(tmp_path / "operator", train={"source_addresses": ["127.0.0.1"]})
-    found = attempted(operator, site)["other source address"]
-    assert found.status == "pass", found
-    assert found.measured.startswith("refused from ")
 
 
 def test_a_gate_that_lets_everything_through_fails(site: Site, tmp_path: Path, start: Callable[..., object]) -> None:
@@ -84,7 +80,7 @@ def test_a_gate_that_lets_everything_through_fails(site: Site, tmp_path: Path, s
     failed = {"replay", "altered action line", "other action", "gate program", "budget"}
     assert with_status(found, "fail") - {"gate and job user"} == failed, found
     assert "was shipped" in found["gate program"].measured
-    assert "sha256sum" in found["gate program"].explanation
+    assert "an altered gate could answer this too" in found["gate program"].explanation
 
 
 def guarded_by(site: Site, folder: Path, start: Callable[..., object], gate: Path, *lines: str) -> Operator:
@@ -103,6 +99,7 @@ def guarded_by(site: Site, folder: Path, start: Callable[..., object], gate: Pat
     return site.operator(folder / "operator", train=train)
 
 
+@pytest.mark.slow
 def test_forwarding_that_sshd_allows_fails(
     site: Site, tmp_path: Path, start: Callable[..., object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,15 +118,6 @@ def test_forwarding_that_sshd_allows_fails(
 def permitting_all(operator: Operator, full: Approved) -> Approved:
     read = operator.forge(full.read, "-V", "-1m:+10m")
     return dataclasses.replace(full, approvals=(read, *full.approvals[1:]))
-
-
-def test_an_altered_gate_is_found_by_its_hash(operator: Operator, site: Site, tmp_path: Path) -> None:
-    altered = tmp_path / "dflash-gate"
-    altered.write_bytes(GATE.read_bytes().replace(b"77", b"00"))
-    found = attempted(operator, site, altered)
-    assert found["gate program"].status == "fail"
-    assert "an altered gate could answer this too" in found["gate program"].explanation
-    assert found["budget"].status == "pass"
 
 
 @pytest.mark.parametrize(
