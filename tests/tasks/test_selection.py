@@ -213,6 +213,18 @@ def test_a_torch_file_with_holes_loads_in_both_ways_and_takes_no_room(tmp_path: 
         assert not loaded["optimizer_state_dict"]["state"][0]["exp_avg"].any()
 
 
+def test_holes_may_be_small_and_lie_between_what_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "a.pt"
+    state = {"w": torch.randn(10), "v": torch.randn(3)}
+    torch.save({"before": torch.ones(10), "model_state_dict": state, "after": torch.ones(5)}, path)
+    source = LocalSource(path)
+    made = write_out(select(source, output="pt"), source, tmp_path / "out") / "a.pt"
+    loaded = torch.load(made, weights_only=True)
+    assert_equal(loaded["model_state_dict"], state)
+    assert not loaded["before"].any()
+    assert not loaded["after"].any()
+
+
 def test_a_torch_file_with_holes_is_a_checkpoint_to_an_evaluation(checkpoint: Path, tmp_path: Path) -> None:
     source = LocalSource(checkpoint)
     made = write_out(select(source, output="pt"), source, tmp_path / "out") / checkpoint.name
