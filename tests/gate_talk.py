@@ -1,10 +1,14 @@
-"""What a client of the gate program says to it, and reads."""
+"""What a client of the gate program says to it, and reads; and the program without an sshd around it."""
 
 import json
+import os
+from pathlib import Path
 from typing import Any
 
+from tasks import process
 from tasks.approvals import Approval
-from tasks.process import Popen
+from tasks.process import PIPE, Popen
+from tests.sshds import GATE, Operator, write_gate_configuration
 
 
 class Conversation:
@@ -14,8 +18,8 @@ class Conversation:
         assert running.stdin is not None
         assert running.stdout is not None
         self.running, self.stdin, self.stdout = running, running.stdin, running.stdout
-        self.send(approval.grant.canonical())
-        assert json.loads(self.stdout.readline()) == {"ok": True}
+        self.send(approval.action.canonical())
+        assert self.reply() == {"ok": True}
 
     def send(self, content: bytes) -> None:
         self.stdin.write(content + b"\n")
@@ -23,7 +27,62 @@ class Conversation:
 
     def ask(self, **request: Any) -> Any:
         self.send(line(request))
+        return self.reply()
+
+    def reply(self) -> Any:
         return json.loads(self.stdout.readline())
+
+
+class Program:
+    """The gate with an approval's certificate, started as sshd starts it."""
+
+    def __init__(self, folder: Path, operator: Operator) -> None:
+        self.folder, self.operator, self.gate = folder, operator, GATE
+        self.state = folder / "gate"
+        self.state.mkdir(mode=0o700)
+        self.configure()
+
+    def configure(self, **settings: Any) -> None:
+        write_gate_configuration(self.folder, **{"host_keys": list(self.operator.train.fingerprints)} | settings)
+
+    def start(self, approval: Approval) -> Popen[bytes]:
+        login = self.folder / "login"
+        login.write_text("publickey " + " ".join(approval.certificate_path.read_text().split()[:2]) + "\n")
+        env = os.environ | {"SSH_USER_AUTH": str(login), "SSH_CONNECTION": "127.0.0.1 5 10.1.2.6 22"}
+        argv = [str(self.gate), str(self.folder / "gate.json")]
+        return process.start(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env)
+
+    def talk(self, approval: Approval) -> Conversation:
+        return Conversation(self.start(approval), approval)
+
+    def run(self, approval: Approval, *requests: dict[str, Any], action: bytes | None = None) -> tuple[int, list[Any]]:
+        """Exit status and replies to ``requests`` (none of them a read)."""
+        running = self.start(approval)
+        lines = [approval.action.canonical() if action is None else action, *(map(line, requests))]
+        output, errors = running.communicate(b"\n".join(lines) + b"\n", timeout=60)
+        assert errors == b"", errors.decode()
+        return running.returncode, [json.loads(line) for line in output.splitlines()]
+
+    def refusal(self, approval: Approval, *requests: dict[str, Any], action: bytes | None = None) -> str:
+        status, replies = self.run(approval, *requests, action=action)
+        assert status == 77, replies
+        assert replies[-1]["refused"]
+        return str(replies[-1]["message"])
+
+    def change(self, approval: Approval, *lines: bytes) -> tuple[int, list[Any]]:
+        """Exit status and replies of a change; stdin stays open until it is done."""
+        running = self.start(approval)
+        assert running.stdin is not None
+        assert running.stdout is not None
+        running.stdin.write(b"\n".join([approval.action.canonical(), *lines]) + b"\n")
+        running.stdin.flush()
+        replies = [json.loads(line) for line in running.stdout]
+        return_code = running.wait(60)
+        running.stdin.close()
+        return return_code, replies
+
+    def logged(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (self.state / "gate.log").read_text().splitlines()]
 
 
 def line(request: dict[str, Any]) -> bytes:

@@ -13,45 +13,10 @@ from typing import Any
 import pytest
 
 from tasks import process
-from tasks.approvals import Approval
-from tasks.process import PIPE, Popen
-from tests.gate_talk import Conversation, line
+from tests.gate_talk import Program
 from tests.sshds import GATE, Operator, write_gate_configuration
 
 MIB = 1 << 20
-
-
-class Program:
-    """The gate with an approval's certificate, without an sshd around it."""
-
-    def __init__(self, folder: Path, operator: Operator) -> None:
-        self.folder, self.operator = folder, operator
-        self.state = folder / "gate"
-        self.state.mkdir(mode=0o700)
-        write_gate_configuration(folder, host_keys=list(operator.train.fingerprints))
-
-    def start(self, approval: Approval, *, client: str = "127.0.0.1") -> Popen[bytes]:
-        login = self.folder / "login"
-        login.write_text("publickey " + " ".join(approval.certificate_path.read_text().split()[:2]) + "\n")
-        env = os.environ | {"SSH_USER_AUTH": str(login), "SSH_CONNECTION": f"{client} 5 10.1.2.6 22"}
-        argv = [str(GATE), str(self.folder / "gate.json")]
-        return process.start(argv, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=env)
-
-    def run(
-        self, approval: Approval, *requests: dict[str, Any], action: bytes | None = None, **options: Any
-    ) -> tuple[int, list[Any]]:
-        """Exit status and replies to ``requests`` (none of them a read)."""
-        running = self.start(approval, **options)
-        lines = [approval.grant.canonical() if action is None else action, *(map(line, requests))]
-        output, errors = running.communicate(b"\n".join(lines) + b"\n", timeout=60)
-        assert errors == b"", errors.decode()
-        return running.returncode, [json.loads(line) for line in output.splitlines()]
-
-    def refusal(self, approval: Approval, *requests: dict[str, Any], **options: Any) -> str:
-        status, replies = self.run(approval, *requests, **options)
-        assert status == 77, replies
-        assert replies[-1]["refused"]
-        return str(replies[-1]["message"])
 
 
 @pytest.fixture
@@ -206,7 +171,7 @@ def test_bytes_are_counted_over_sessions_and_before_they_are_sent(program: Progr
 
 def test_a_killed_session_has_paid_for_what_it_sent(program: Program, tree: Path) -> None:
     approval = program.operator.approve(path=str(tree / "step.pt"), bytes=3 * MIB)
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     step = str(tree / "step.pt")
     assert talk.ask(verb="read", path=step, offset=0, length=3 * MIB)["length"] == 3 * MIB
     talk.stdout.read(MIB)
@@ -228,7 +193,7 @@ def test_the_file_of_a_path_grant_stays_the_one_first_seen(program: Program, tre
 def test_below_a_root_files_may_grow_between_stats_but_not_between_stat_and_read(program: Program, tree: Path) -> None:
     step = tree / "step.pt"
     approval = program.operator.approve(root=str(tree))
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     assert talk.ask(verb="stat", path=str(step))["size"] == 3 * MIB
     with step.open("ab") as file:
         file.write(b"more")
@@ -257,7 +222,7 @@ def test_each_path_of_a_grant_is_pinned_for_itself(program: Program, tree: Path)
 def test_a_file_swapped_between_stat_and_read_is_refused(program: Program, tree: Path, place: str) -> None:
     step = tree / "step.pt"
     approval = program.operator.approve(**{place: str(step if place == "path" else tree)})
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     found = talk.ask(verb="stat", path=str(step))
     other = tree / "step.new"
     other.write_bytes(bytes(3 * MIB))
@@ -271,7 +236,7 @@ def test_a_file_swapped_between_stat_and_read_is_refused(program: Program, tree:
 def test_a_link_put_in_place_of_a_file_is_refused(program: Program, tree: Path) -> None:
     step = tree / "step.pt"
     approval = program.operator.approve(root=str(tree))
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     talk.ask(verb="stat", path=str(step))
     step.unlink()
     step.symlink_to(tree.parent / "secret")
@@ -283,7 +248,7 @@ def test_a_link_put_in_place_of_a_file_is_refused(program: Program, tree: Path) 
 def test_a_file_that_shrinks_while_it_is_read_ends_the_session(program: Program, tree: Path) -> None:
     step = tree / "step.pt"
     approval = program.operator.approve(path=str(step), rate=4 * MIB)
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     assert talk.ask(verb="read", path=str(step), offset=0, length=3 * MIB)["ok"]
     talk.stdout.read(MIB)
     os.truncate(step, 1)
@@ -377,32 +342,10 @@ def test_everything_is_in_the_gates_own_log(program: Program, tree: Path) -> Non
 
 def test_runs_at_the_lowest_priority_and_idle_io(program: Program, tree: Path) -> None:
     approval = program.operator.approve(path=str(tree / "step.pt"))
-    talk = Conversation(program.start(approval), approval)
+    talk = program.talk(approval)
     assert os.getpriority(os.PRIO_PROCESS, talk.running.pid) == 19
     assert process.run(["ionice", "-p", str(talk.running.pid)]).stdout.strip() == "idle"
     talk.running.communicate()
-
-
-def test_drops_what_it_read_from_the_page_cache(program: Program, tree: Path) -> None:
-    large, size = tree / "large.pt", 64 * MIB
-    with large.open("wb") as file:
-        for _ in range(64):
-            file.write(os.urandom(MIB))
-        file.flush()
-        os.fsync(file.fileno())
-    if _resident(large) < size / 2:
-        pytest.skip("this file system does not keep what was written in the page cache")
-    approval = program.operator.approve(path=str(large))
-    talk = Conversation(program.start(approval), approval)
-    talk.send(line({"verb": "read", "path": str(large), "offset": 0, "length": size}))
-    output, _ = talk.running.communicate()
-    assert len(output) > size
-    assert _resident(large) < 0.05 * size
-
-
-def _resident(path: Path) -> int:
-    """Bytes of ``path`` that are in the page cache."""
-    return int(process.run(["fincore", "-b", "-n", "-o", "RES", str(path)]).stdout)
 
 
 def test_keeps_to_the_rate(program: Program, tree: Path) -> None:

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tasks import process
 from tasks.approvals import Approval
 from tasks.process import PIPE
 from tests.gate_talk import Conversation, line
-from tests.sshds import Operator, Site
+from tests.sshds import Operator, Site, write_gate_configuration
 
 MIB = 1 << 20
 
@@ -111,3 +112,56 @@ def test_the_deadline_ends_a_session_that_waits(operator: Operator, step: Path) 
     assert "expired in the middle" in json.loads(talk.stdout.read())["message"]
     running.communicate()
     assert time.time() >= approval.not_after
+
+
+@pytest.mark.parametrize("size", [200 * 10**6, pytest.param(2 * 10**9, marks=pytest.mark.slow)])
+def test_little_of_what_it_read_stays_in_the_page_cache(operator: Operator, tmp_path: Path, size: int) -> None:
+    """Under 5 % of the file are resident when the last of its bytes has come, counted with mincore."""
+    large, piece = tmp_path / "large.pt", os.urandom(MIB)
+    with large.open("wb") as file:
+        while file.tell() < size:
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    size = large.stat().st_size
+    if _resident(large) < size / 2:
+        pytest.skip("this file system does not keep what was written in the page cache")
+    approval = operator.approve(path=str(large), bytes=2 * size)
+    running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+    talk = Conversation(running, approval)
+    assert talk.ask(verb="read", path=str(large), offset=0, length=size)["length"] == size
+    left = size
+    while left:
+        left -= len(talk.stdout.read(min(left, MIB)))
+    assert talk.reply() == {"ok": True}
+    assert _resident(large) < 0.05 * size
+    running.communicate()
+    large.unlink()
+
+
+def _resident(path: Path) -> int:
+    """Bytes of ``path`` that are in the page cache, as mincore tells fincore."""
+    return int(process.run(["fincore", "-b", "-n", "-o", "RES", str(path)]).stdout)
+
+
+@pytest.mark.slow
+def test_the_read_limit_holds_within_ten_per_cent(operator: Operator, site: Site, tmp_path: Path) -> None:
+    """Two sessions read at once for ten seconds; only a machine that is busy with other things is slower."""
+    limit, size = 20 * MIB, 100 * MIB
+    write_gate_configuration(site.folder, host_keys=list(operator.train.fingerprints), read_limit=limit)
+    try:
+        talks = []
+        for name in ("one", "two"):
+            (tmp_path / name).write_bytes(bytes(size))
+            approval = operator.approve(path=str(tmp_path / name))
+            running = operator.connector.start_gate(approval, operator.train, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+            talks.append(Conversation(running, approval))
+        begun = time.monotonic()
+        for talk, name in zip(talks, ("one", "two"), strict=True):
+            talk.send(line({"verb": "hash", "path": str(tmp_path / name)}))
+        for talk in talks:
+            assert b"sha256" in talk.running.communicate()[0]
+        rate = 2 * size / (time.monotonic() - begun)
+    finally:
+        write_gate_configuration(site.folder, host_keys=list(operator.train.fingerprints))
+    assert 0.9 * limit < rate < 1.1 * limit

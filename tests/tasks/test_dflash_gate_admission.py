@@ -1,0 +1,173 @@
+"""Whom the gate serves: second persons, authorized_keys; its settings, its own log, its clock, its pace."""
+
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import process
+from tests.changing import approve_change, leave_mark, shell
+from tests.gate_talk import Program, line
+from tests.guard_state import make_key
+from tests.sshds import GATE, Operator
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def program(operator: Operator, tmp_path: Path) -> Program:
+    return Program(tmp_path, operator)
+
+
+# --- second persons
+
+
+@pytest.fixture
+def second(program: Program, tmp_path: Path) -> Path:
+    """The key of a second person, whom the gate asks for."""
+    program.configure(second_persons={"second": make_key(tmp_path / "second")})
+    return tmp_path / "second"
+
+
+def _signed(key: Path, text: str, namespace: str = "dflash-approval") -> bytes:
+    argv = ["ssh-keygen", "-q", "-Y", "sign", "-n", namespace, "-f", str(key)]
+    return line({"second": "second", "signature": process.run(argv, input=text).stdout})
+
+
+def test_two_persons_have_to_sign(program: Program, second: Path, tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    approval = approve_change(program.operator, leave_mark(program.operator.train, mark))
+    text = f"{approval.digest} {approval.id}"
+    other = make_key(tmp_path / "other") and tmp_path / "other"
+    good = _signed(second, text)
+    for bad in (
+        b"",
+        b"{}",
+        line({"second": "nobody", "signature": json.loads(good)["signature"]}),
+        line({"second": "second", "signature": ""}),
+        _signed(other, text),
+        _signed(second, text, namespace="file"),
+        _signed(second, f"{approval.digest} 0000"),
+        _signed(second, f"{'0' * 64} {approval.id}"),
+    ):
+        status, replies = program.change(approval, bad)
+        assert status == 77
+        assert not replies[0]["spent"]
+    assert program.change(approval, good)[0] == 0
+    assert mark.read_text() == "ran\n"
+    assert program.logged()[-1]["second"] == "second"
+    assert program.change(approval, good)[0] == 77
+
+
+def test_two_persons_have_to_sign_a_read_as_well_and_no_emergency(
+    program: Program, second: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    approval = program.operator.approve(path=str(tmp_path / "file"))
+    request = line({"verb": "stat", "path": str(tmp_path / "file")})
+    assert program.change(approval, request)[0] == 77
+    running = program.start(approval)
+    lines = [approval.action.canonical(), _signed(second, f"{approval.digest} {approval.id}"), request]
+    output, _ = running.communicate(b"\n".join(lines) + b"\n")
+    assert json.loads(output.splitlines()[1])["size"] == 1
+    action = shell(program.operator.train, "true", break_glass=True)
+    options = ["-O", "clear", "-O", f"force-command=dflash-gate {action.digest()}", "-O", "source-address=127.0.0.0/8"]
+    short = program.operator.forge(approve_change(program.operator, action), "-V", "-1m:+5m", *options)
+    assert program.change(short)[0] == 0
+
+
+# --- where only authorized_keys can be edited
+
+
+def test_a_forced_command_says_digest_serial_and_end(program: Program, tmp_path: Path) -> None:
+    home = tmp_path / "home" / ".dflash"
+    home.mkdir(parents=True)
+    shutil.copy(GATE, home)
+    shutil.copy(tmp_path / "gate.json", home)
+    mark = tmp_path / "mark"
+    approval = approve_change(program.operator, leave_mark(program.operator.train, mark))
+
+    def start(*arguments: object) -> tuple[int, Any]:
+        argv = [".dflash/dflash-gate", *map(str, arguments)]
+        content = approval.action.canonical().decode() + "\n"
+        script = 'cd "$0" && (cat; sleep 3) | "$@"'
+        finished = process.run(["/bin/sh", "-c", script, str(home.parent), *argv], input=content, check=False)
+        return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
+
+    now = int(time.time())
+    for wrong in (
+        (approval.digest, 5, now - 1),
+        ("0" * 64, 5, now + 60),
+        (approval.digest, "5;id", now + 60),
+        (approval.digest, -5, "soon"),
+        (approval.digest, 5),
+        (approval.digest, 5, now + 60, 7),
+    ):
+        assert start(*wrong)[0] == 77
+    assert not mark.exists()
+    assert start(approval.digest, 5, now + 60) == (0, {"ok": True, "exit": 0})
+    status, reply = start(approval.digest, 5, now + 60)
+    assert (status, reply["spent"]) == (77, True)
+    assert mark.read_text() == "ran\n"
+
+
+# --- the gate's own log, the clock and the settings
+
+
+def test_the_gates_log_can_be_read_while_it_grows(program: Program) -> None:
+    log = program.state / "gate.log"
+    approval = program.operator.approve(path=str(log))
+    for _ in range(2):
+        talk = program.talk(approval)
+        size = talk.ask(verb="stat", path=str(log))["size"]
+        assert talk.ask(verb="read", path=str(log), offset=0, length=size)["length"] == size
+        content = talk.stdout.read(size)
+        assert talk.reply() == {"ok": True}
+        assert json.loads(content.splitlines()[-1])["event"] == "stat"
+        assert "sha256" in talk.ask(verb="hash", path=str(log))
+        talk.running.communicate()
+    other = program.state.parent / "other"
+    other.write_bytes(log.read_bytes())
+    os.replace(other, log)
+    assert "changed while read" in program.refusal(approval, {"verb": "stat", "path": str(log)})
+
+
+def test_a_clock_that_was_set_back_serves_nothing(program: Program, tmp_path: Path) -> None:
+    approval = program.operator.approve(path=str(tmp_path / "file"))
+    assert program.run(approval)[0] == 0
+    late = time.time() + 3600
+    os.utime(program.state / "gate.log", (late, late))
+    assert "clock went back" in program.refusal(approval)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"second_person": {}}, {"second_persons": {}}, {"read_limit": 0}, {"host_keys": []}, {"host_keys": None}],
+)
+def test_settings_that_are_not_whole_serve_nothing(program: Program, tmp_path: Path, settings: dict[str, Any]) -> None:
+    approval = program.operator.approve(path=str(tmp_path / "file"))
+    program.configure(**settings)
+    assert "cannot be used" in program.refusal(approval)
+
+
+# --- politeness
+
+
+def test_two_sessions_together_keep_to_the_limit_of_the_host(program: Program, tmp_path: Path) -> None:
+    limit, size = 16 * MIB, 12 * MIB
+    program.configure(read_limit=limit)
+    talks = []
+    begun = time.monotonic()
+    for number in range(2):
+        file = tmp_path / str(number)
+        file.write_bytes(bytes(size))
+        talks.append(program.talk(program.operator.approve(path=str(file))))
+        talks[-1].send(line({"verb": "hash", "path": str(file)}))
+    for talk in talks:
+        assert "sha256" in talk.running.communicate()[0].decode()
+    # the first chunk and 50 ms worth of bytes go at once
+    assert time.monotonic() - begun > (2 * size - MIB) / limit - 0.05
