@@ -60,15 +60,16 @@ def gate_sha256() -> str:
     return hashlib.sha256(_shipped("dflash-gate").encode()).hexdigest()
 
 
-def gate_configuration(inventory: Inventory, host: Host, *, ca: str = CA) -> str:
+def gate_configuration(inventory: Inventory, host: Host) -> str:
     """The gate.json of ``host``."""
     settings: dict[str, object] = {
         "state": host.gate_state,
         "host_keys": [public_keys.fingerprint(key) for key in host.host_keys],
         "read_limit": host.read_limit,
-        "ca": ca,
-        "revoked": f"{host.gate_state}/revoked",
     }
+    if host.enforcement == "host":
+        # what the gate revokes is refused by sshd as well; sshd asks no such list for authorized_keys
+        settings |= {"ca": CA, "revoked": f"{host.gate_state}/revoked"}
     if host.job_user is not None:
         settings["job"] = [SUDO, "-n", "-u", host.job_user, "--"]
     if inventory.guard.two_person:
@@ -138,11 +139,10 @@ def _authorized_keys_text(inventory: Inventory, host: Host) -> str:
             f"gate_state of {host.name} is {DEFAULT_STATE}, which {host.user} cannot make; set it in hosts.yaml to a "
             f"folder of that login's own, such as /home/{host.user}/{GATE_HOME}/state"
         )
-    ca = f"{host.gate_state.rpartition('/')[0]}/ca.pub"
     return _filled(
         "setup-authorized-keys.sh",
         **_common(inventory, host),
-        configuration=gate_configuration(inventory, host, ca=ca),
+        configuration=gate_configuration(inventory, host),
         authorized_keys=authorized_keys_line(inventory, host),
     )
 

@@ -9,32 +9,28 @@
 set -eu
 umask 077
 test "$$(id -un)" = $user
-cd_home=$$HOME
 
 # 1. The gate program and its configuration
 /usr/bin/python3 -c 'import sys; sys.exit(sys.version_info < (3, 9))'
 echo '$sha256  dflash-gate' | sha256sum -c -
-mkdir -p "$$cd_home/.dflash" "$$cd_home/.ssh" $state
-install -m 0700 dflash-gate "$$cd_home/.dflash/dflash-gate"
-cat > "$$cd_home/.dflash/gate.json" <<'END'
+mkdir -p "$$HOME/.dflash" "$$HOME/.ssh" $state
+install -m 0700 dflash-gate "$$HOME/.dflash/dflash-gate"
+cat > "$$HOME/.dflash/gate.json" <<'END'
 $configuration
 END
-cat > "$$cd_home/.dflash/ca.pub" <<'END'
-$ca_public_key
-END
-chmod 0700 "$$cd_home/.dflash" "$$cd_home/.ssh" $state
+chmod 0700 "$$HOME/.dflash" "$$HOME/.ssh" $state
 
 # 2. The one line by which the operator's certificates log in. It has no command=, because sshd refuses a login whose
 #    certificate forces another command than the line does
-cat > "$$cd_home/.dflash/authorized_keys.line" <<'END'
+cat > "$$HOME/.dflash/authorized_keys.line" <<'END'
 $authorized_keys
 END
-touch "$$cd_home/.ssh/authorized_keys"
-grep -qxF -f "$$cd_home/.dflash/authorized_keys.line" "$$cd_home/.ssh/authorized_keys" ||
-    cat "$$cd_home/.dflash/authorized_keys.line" >> "$$cd_home/.ssh/authorized_keys"
+touch "$$HOME/.ssh/authorized_keys"
+grep -qxF -f "$$HOME/.dflash/authorized_keys.line" "$$HOME/.ssh/authorized_keys" ||
+    cat "$$HOME/.dflash/authorized_keys.line" >> "$$HOME/.ssh/authorized_keys"
 
 # 3. Every other line is a way past the gate: take it out, once you have another way to this account
-if grep -vxF -f "$$cd_home/.dflash/authorized_keys.line" "$$cd_home/.ssh/authorized_keys" | grep -q '^[^#]'; then
-    echo "$$cd_home/.ssh/authorized_keys has other lines: each of them passes the gate by"
+if grep -vxF -f "$$HOME/.dflash/authorized_keys.line" "$$HOME/.ssh/authorized_keys" | grep -q '^[^#]'; then
+    echo "$$HOME/.ssh/authorized_keys has other lines: each of them passes the gate by"
 fi
 # Then, on the operator's machine: dflash-ops guard doctor $name

@@ -13,17 +13,21 @@ from typing import Any
 import pytest
 
 from dflash.errors import UsageError
-from tasks import process, public_keys
-from tasks.approvals import ApprovalStore
+from tasks import changes, process, public_keys
+from tasks.actions import Revoke
+from tasks.approvals import ApprovalStore, Approved
 from tasks.audit import Audit
 from tasks.doctor_sessions import full_plan
+from tasks.errors import Refused
 from tasks.finding import Finding
 from tasks.guard_doctor import diagnose
 from tasks.guard_setup import GATE, authorized_keys_line, gate_configuration, gate_sha256, setup_text
 from tasks.identities import Identities
 from tasks.inventory import Inventory, parse
 from tasks.lab_isolated import can_isolate
+from tasks.plans import Plan
 from tasks.process import Popen
+from tasks.reconcile import host_log, plan_reconcile
 from tasks.ssh import Connector
 from tests.changing import with_second_person
 from tests.guard_state import make_key, public_line
@@ -81,14 +85,30 @@ class Machine:
         while process.run(["ssh-keyscan", ADDRESS], check=False).stdout == "":
             assert time.monotonic() < deadline, (self.folder / "log").read_text()
 
-    def diagnosed(self, known: Inventory) -> dict[str, Finding]:
-        """Everything that the doctor finds, under an approval."""
+    def approved(self, known: Inventory, plan: Plan) -> tuple[Connector, Approved]:
         audit = Audit(self.folder / "audit.jsonl")
         store = ApprovalStore(known, audit, self.folder / "guard")
+        approved = store.approve(store.request(plan).id, reason="test", ca_key=self.folder / "ca")
+        return Connector(known, store, audit), approved
+
+    def diagnosed(self, known: Inventory) -> dict[str, Finding]:
+        """Everything that the doctor finds, under an approval."""
         host = known.host("train")
-        approved = store.approve(store.request(full_plan(host)).id, reason="test", ca_key=self.folder / "ca")
-        found = diagnose(Connector(known, store, audit), host, full=approved, identities=Identities((), ()), pause=0)
+        connector, full = self.approved(known, full_plan(host))
+        found = diagnose(connector, host, full=full, identities=Identities((), ()), pause=0)
         return {finding.name: finding for finding in found}
+
+    def revoke(self, known: Inventory) -> None:
+        """Revoke an approval that works, and find that it no longer does."""
+        host = known.host("train")
+        connector, approved = self.approved(known, plan_reconcile(host))
+        assert host_log(connector, host, approved.read)
+        action = Revoke(host=host.name, host_keys=host.fingerprints, serial=approved.read.serial)
+        _, permitted = self.approved(known, Plan(changes=(action,), effect="a test"))
+        changes.revoke(connector, host, permitted.of(action), action)
+        refused = "sshd did not accept" if host.enforcement == "host" else "revoked"
+        with pytest.raises(Refused, match=refused):
+            host_log(connector, host, approved.read)
 
 
 @contextmanager
@@ -124,6 +144,8 @@ def test_what_is_printed_for_sshd_makes_a_host_that_the_doctor_finds_guarded(tmp
         assert "could lie" not in found["gate program"].measured
         assert "an altered gate could answer this too" in found["gate program"].explanation
         assert "gate and job are one user" in found["gate and job user"].measured
+        # what the gate revokes, sshd refuses at the door
+        host.revoke(known)
         # a second time changes nothing
         assert host.set_up(setup_text(known, known.host("train"))).returncode == 0
         assert SSHD_CONFIG.read_text().count(f"Match User {LOGIN}") == 1
@@ -176,6 +198,7 @@ def test_what_is_printed_for_authorized_keys_makes_a_gate_in_the_logins_home(tmp
         assert found["enforcement"].status == found["gate and job user"].status == "warn"
         for name in ("replay", "altered action line", "port forwarding", "gate program"):
             assert found[name].status == "pass", found[name]
+        host.revoke(known)
         with Path(f"/home/{LOGIN}/.ssh/authorized_keys").open("a") as file:
             file.write(make_key(tmp_path / "own") + "\n")
         more = host.set_up(text, user=LOGIN)
