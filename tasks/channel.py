@@ -18,7 +18,7 @@ from typing import IO, Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from dflash.errors import DFlashError
-from tasks.actions import Action, said
+from tasks.actions import Action, ReadGrant, said
 from tasks.approvals import Approval
 from tasks.errors import Refused
 from tasks.inventory import Host
@@ -161,7 +161,7 @@ class Channel:
         """The next reply; where raw bytes follow its line, nothing behind the line is taken.
 
         :raises RequestFailed: the gate says that it failed.
-        :raises Refused: it refused; the approval is retired when it is of no more use.
+        :raises Refused: it refused; a grant that is of no more use is retired.
         :raises GateError: no reply came within ``seconds``, none that is one, or the process ended.
         """
         seconds = REPLY_SECONDS if seconds is None else seconds
@@ -291,7 +291,8 @@ class Channel:
         message = f"{self.host.name} refused: {said(why) or 'no word why'}"
         if self.approval is None:
             return Refused(message)
-        if spent:
+        if spent and isinstance(self.approval.action, ReadGrant):
+            # a change is spent already; the others of its request are not
             self.connector.store.retire(self.approval.id, message)
         return Refused(message, request_id=self.approval.id)
 

@@ -52,6 +52,8 @@ def _exactly_one_of_two_runs(site: Site, folder: Path, rounds: int) -> None:
         came = _uses_at_once([operator, other if number % 2 else operator], approval, action)
         assert [type(each) for each in came if each != 0] == [Refused], came
     assert sorted(marks.read_text().split(), key=int) == [str(number) for number in range(rounds)]
+    # in every second round both got past their stores
+    assert (len(operator.events("consumption")), len(other.events("consumption"))) == (rounds, rounds // 2)
 
 
 def test_of_two_uses_at_once_exactly_one_runs(site: Site, tmp_path: Path) -> None:
