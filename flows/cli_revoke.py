@@ -9,8 +9,6 @@ from tasks.actions import Revoke
 from tasks.requests import revocation
 from tasks.ssh import Connector
 
-SIGNING_SECONDS = 600
-
 
 def revoke(
     request_id: RequestId,
@@ -40,7 +38,7 @@ def revoke(
         return
     if store.find(wanted) is None:
         asked = store.request(wanted)
-        decide(known, store, asked, reason=reason, seconds=SIGNING_SECONDS, ca_key=ca_key, agent=agent)
+        decide(known, store, asked, reason=reason, ca_key=ca_key, agent=agent)
     # asked again, for where two persons are needed the first one's signature is not enough
     approved = store.require(wanted, asked_here())
     for action in wanted.changes:

@@ -12,7 +12,7 @@ import typer
 from flows.awaiting import start_deployment
 from flows.terminal import console
 from tasks.actions import escape
-from tasks.approvals import ApprovalStore, Approved
+from tasks.approvals import ApprovalStore, Approved, default_seconds
 from tasks.audit import show_time
 from tasks.inventory import Inventory
 from tasks.quantities import show_duration
@@ -30,14 +30,15 @@ def decide(
     request: Request,
     *,
     reason: str | None,
-    seconds: int,
-    ca_key: Path | None,
-    agent: bool,
+    seconds: int | None = None,
+    ca_key: Path | None = None,
+    agent: bool = False,
 ) -> Approved:
     """Show ``request`` and sign it for ``seconds`` from now; at a terminal the operator is asked first.
 
-    Raises what :meth:`ApprovalStore.approve` raises, and ``typer.Exit(1)`` when the operator says no.
+    ``seconds`` are by default those of :func:`default_seconds`, and ``ca_key`` is that of hosts.yaml. Raises what :meth:`ApprovalStore.approve` raises, and ``typer.Exit(1)`` when the operator says no.
     """
+    seconds = default_seconds(request.plan) if seconds is None else seconds
     request.plan.render(console())
     standing = "standing, " if request.standing else ""
     end = show_time(time.time() + seconds)

@@ -12,7 +12,7 @@ import typer
 
 from dflash.errors import DFlashError
 from flows.cli_evaluate import run_evaluations, show_evaluations
-from flows.cli_guard import approve
+from flows.decide import decide
 from flows.prefect_home import configure_prefect
 from flows.terminal import console
 from tasks import process
@@ -71,7 +71,7 @@ def _evaluate(lab: Lab, reports: Path) -> None:
     request = _refused(connector, plan)
     at_terminal = sys.stdin.isatty()
     _say("your approval" if at_terminal else "no terminal here, so the lab's own CA signs unattended (a lab's only)")
-    approve(request, reason=None if at_terminal else "demo", hosts=lab.hosts_file)
+    decide(inventory, connector.store, connector.store.get(request), reason=None if at_terminal else "demo")
     _say("relay, evaluate on ct129, fetch the report: one Prefect flow run a checkpoint")
     done = run_evaluations(sources, host, SUITE, reports, lab.hosts_file)
     show_evaluations(done)

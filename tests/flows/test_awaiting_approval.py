@@ -16,6 +16,7 @@ from tasks import process
 from tasks.errors import Refused
 from tests.flows.conftest import Operator, ask
 
+pytestmark = pytest.mark.timeout(600)  # a Prefect server takes minutes to start on a machine that has much to do
 REPOSITORY = Path(__file__).parents[2]
 
 
@@ -167,6 +168,34 @@ def test_a_flow_that_is_called_as_a_function_is_refused_like_a_command(operator:
         )
     assert refused.value.request_id is not None
     assert operator.connector.store.get(refused.value.request_id).origin is None
+
+
+@pytest.mark.parametrize(("spent", "name"), [(True, "AwaitingApproval"), (False, "Failed")])
+def test_a_refusal_on_the_way_asks_again_only_when_the_approval_is_over(
+    operator: Operator, prefect_api: str, monkeypatch: pytest.MonkeyPatch, spent: bool, name: str
+) -> None:
+    from flows import evaluate_checkpoint as flow
+    from tasks.evaluation import Suite, plan_evaluation
+
+    connector = operator.connector
+    source, host = connector.inventory.location(operator.source), connector.inventory.host("ct129")
+    plan = plan_evaluation([source], host)
+    assert plan is not None
+    first = connector.store.request(plan)
+    connector.store.approve(first.id, reason="test", ca_key=operator.site.ca_key)
+
+    def refused(*_: Any, **__: Any) -> Any:
+        if spent:
+            connector.store.retire(first.id, "no bytes are left")
+        raise Refused("kpro6 refused", request_id=first.id)
+
+    monkeypatch.setattr(flow, "relay_checkpoint", refused)
+    arguments = (operator.source, "ct129", Suite(default_prompts()), operator.folder, operator.hosts_file)
+    final = flow.evaluate_checkpoint(*arguments, return_state=True)
+    assert final.name == name
+    waiting = [one.id for one in connector.store.requests() if one.status == "pending"]
+    assert len(waiting) == spent
+    assert first.id not in waiting
 
 
 def test_a_flow_process_has_no_agent(
