@@ -36,7 +36,8 @@ def decide(
 ) -> Approved:
     """Show ``request`` and sign it for ``seconds`` from now; at a terminal the operator is asked first.
 
-    ``seconds`` are by default those of :func:`default_seconds`, and ``ca_key`` is that of hosts.yaml. Raises what :meth:`ApprovalStore.approve` raises, and ``typer.Exit(1)`` when the operator says no.
+    ``seconds`` are by default those of :func:`default_seconds`, and ``ca_key`` is that of hosts.yaml. Raises what
+    :meth:`ApprovalStore.approve` raises, and ``typer.Exit(1)`` when the operator says no.
     """
     seconds = default_seconds(request.plan) if seconds is None else seconds
     request.plan.render(console())
