@@ -17,6 +17,7 @@ from tasks import certificates, countersigning
 from tasks.actions import escape
 from tasks.approvals import Approval, ApprovalStore
 from tasks.certificates import Certificate
+from tasks.deciding import BREAK_GLASS_SECONDS, CLOCK_SKEW_SECONDS
 from tasks.errors import Refused
 from tasks.inventory import Host, Inventory
 
@@ -26,6 +27,7 @@ CLIENT_WARNING = (
 )
 CONCURRENT_SESSIONS = 2
 """As many as a gate lets in."""
+EMERGENCY_SECONDS = BREAK_GLASS_SECONDS + CLOCK_SKEW_SECONDS
 
 
 def check_certificate(inventory: Inventory, approval: Approval, host: Host) -> Certificate:
@@ -45,6 +47,8 @@ def check_certificate(inventory: Inventory, approval: Approval, host: Host) -> C
             f"the certificate of approval {approval.id} is for {','.join(terms.source_addresses)}, and hosts.yaml has "
             f"{','.join(host.source_addresses)} as source_addresses of {host.name}; ask again"
         )
+    if countersigning.is_exempt(approval.action) and terms.not_after - terms.not_before > EMERGENCY_SECONDS:
+        raise Refused(f"break-glass is for a certificate of minutes, and that of approval {approval.id} is for longer")
     if inventory.guard.two_person and not _has_second(inventory, approval):
         raise Refused(f"no second person signed approval {approval.id}: dflash-ops guard countersign {approval.id}")
     return certificate

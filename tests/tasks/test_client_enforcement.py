@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from tasks import process
+from tasks import changes, process
 from tasks.approvals import Approval
 from tasks.channel import RequestFailed
 from tasks.errors import Refused
 from tasks.gate import GateSession, open_session
-from tests.changing import with_second_person
+from tests.changing import approve_change, shell, with_second_person
 from tests.sshds import Operator, Site
 
 MIB = 1 << 20
@@ -151,6 +151,23 @@ def test_where_two_have_to_sign_one_alone_is_refused(client: Operator, site: Sit
         assert session.stat(str(step)).kind == "file"
 
 
+def test_an_emergency_is_for_minutes(client: Operator, site: Site) -> None:
+    action = shell(client.train, "true", break_glass=True)
+    approval = approve_change(client, action)
+    before = len(site.ordinary.logged())
+    options = ("-O", "clear", "-O", f"force-command=dflash-gate {approval.digest}", "-O", "source-address=127.0.0.0/8")
+    longer = client.forge(approval, "-I", _key_id(approval), "-z", str(approval.serial), "-V", "-1m:+10m", *options)
+    with pytest.raises(Refused, match="break-glass is for a certificate of minutes"):
+        changes.run(client.connector, client.train, longer, action, lambda *_: None)
+    assert client.events("consumption") == []
+    assert site.ordinary.logged()[before:] == ""
+    assert changes.run(client.connector, client.train, approval, action, lambda *_: None) == 0
+
+
+def _key_id(approval: Approval) -> str:
+    return process.run(["ssh-keygen", "-L", "-f", str(approval.certificate_path)]).stdout.split('"')[1]
+
+
 def _signed_for_something_else(two: Operator, step: Path, key: Path) -> Path | None:
     approval = two.approve(path=str(step), bytes=7)
     two.store.countersign(approval.id, name="second", key=key)
@@ -163,10 +180,9 @@ def test_a_certificate_out_of_its_terms_is_refused_before_anything_is_sent(
     client: Operator, site: Site, step: Path
 ) -> None:
     approval = client.approve(path=str(step))
-    key_id = process.run(["ssh-keygen", "-L", "-f", str(approval.certificate_path)]).stdout.split('"')[1]
     command, source = f"force-command=dflash-gate {approval.digest}", "source-address=127.0.0.0/8"
     numbers = itertools.count()
-    valid = ("-I", key_id, "-z", str(approval.serial), "-V", "-1m:+10m", "-O", "clear")
+    valid = ("-I", _key_id(approval), "-z", str(approval.serial), "-V", "-1m:+10m", "-O", "clear")
 
     def altered(*options: str, **more: str) -> Approval:
         forged = client.forge(approval, *valid, *options, **more)
