@@ -123,13 +123,14 @@ def test_pickle_bombs_are_refused_within_bounds(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_config_that_holds_itself_a_million_times_is_no_config(tmp_path: Path) -> None:
-    config: Any = {"hidden_size": 1}
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("depth", "width"), [(60, 2), (12, 10)])
+def test_a_config_that_holds_itself_a_million_times_is_no_config(tmp_path: Path, depth: int, width: int) -> None:
     inner: Any = []
-    for _ in range(60):
-        inner = [inner, inner]
-    config["inner"] = inner
-    torch.save({"model_state_dict": {"w": torch.ones(2)}, "config": config}, tmp_path / "a.pt")
+    for _ in range(depth):
+        inner = [inner] * width
+    content = {"model_state_dict": {"w": torch.ones(2)}, "config": {"hidden_size": 1, "inner": inner}}
+    torch.save(content, tmp_path / "a.pt")
     with pytest.raises(DamagedError, match="key config is no plain config"):
         select(LocalSource(tmp_path / "a.pt"))
 
