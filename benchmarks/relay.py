@@ -97,7 +97,7 @@ class Bench:
         self.rclone_config.write_text(
             "".join(
                 f"[{host.name}]\ntype = sftp\nhost = {host.address}\nport = {port}\nuser = {ct129.user}\n"
-                f"key_file = {ct129.identity_file}\n\n"
+                f"key_file = {ct129.identity_file}\nknown_hosts_file = none\n\n"
                 for host, port in ends
             )
         )

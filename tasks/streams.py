@@ -89,6 +89,7 @@ class Transfer:
     def __post_init__(self) -> None:
         self._lock = threading.Lock()
         self._waiting: deque[Span] = deque()
+        self._in_hands = 0
         self._failure: DFlashError | None = None
         self._helpers: list[threading.Thread] = []
         self._under_way: set[GateSession | Receiver] = set()
@@ -128,9 +129,10 @@ class Transfer:
             if not self._helpers:
                 self._start_helpers()
             self._move(session, receiver)
-            while self._helpers_at_work() or self._waiting:
-                self._move(session, receiver)
+            while self._waiting or self._in_hands:
+                # not for the helpers as such: one may look for a session slot for long after all is done
                 time.sleep(0.02)
+                self._move(session, receiver)
             self._raise_failure()
             self._report(force=True)
             self.content.check_unchanged(session)
@@ -227,6 +229,9 @@ class Transfer:
             except BaseException:
                 self._give_back(span)
                 raise
+            finally:
+                with self._lock:
+                    self._in_hands -= 1
 
     def _move_one(self, session: GateSession, receiver: Receiver, span: Span) -> None:
         receiver.begin(span.offset, span.length)
@@ -248,7 +253,10 @@ class Transfer:
     def _next(self) -> Span | None:
         with self._lock:
             self._raise_failure()
-            return self._waiting.popleft() if self._waiting else None
+            if not self._waiting:
+                return None
+            self._in_hands += 1
+            return self._waiting.popleft()
 
     def _give_back(self, span: Span) -> None:
         with self._lock:
