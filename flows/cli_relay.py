@@ -1,21 +1,39 @@
-"""``dflash-ops relay``: one file from host to host, past the operator's disk."""
+"""``dflash-ops relay``: a file, or what is wanted of a checkpoint, from anywhere to anywhere."""
 
 import json
-from typing import Annotated
+import os
+import sys
+from typing import Annotated, Any, get_args
 
 import typer
 
+from dflash.errors import UsageError
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan, shown_progress
 from tasks.actions import escape
-from tasks.quantities import show_rate, show_size, size
-from tasks.relay import FILE_BYTES, check_destination, plan_relay
-from tasks.relay import relay as relay_file
+from tasks.approvals import Approval
+from tasks.inventory import Location
+from tasks.quantities import rate, show_duration, show_rate, show_size, size
+from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destination, estimate, plan_relay
+from tasks.relay import relay as move
+from tasks.selection import Output, What
 from tasks.ssh import Connector
 
 
 def relay(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="HOST:/path of the file to read.")],
-    destination: Annotated[str, typer.Argument(metavar="DST", help="HOST:/path to write, with the file's name.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="HOST:/path or a path here: a file or a checkpoint.")],
+    destination: Annotated[
+        str, typer.Argument(metavar="DST", help="HOST:/path or a path here: the file, of a selection its folder.")
+    ],
+    what: Annotated[str, typer.Option(help="drafter: what an evaluation needs; model: its weights; all.")] = "all",
+    dtype: Annotated[str | None, typer.Option(help="bfloat16: convert wider floats on the way.")] = None,
+    output: Annotated[
+        str, typer.Option(help="safetensors, or pt: a torch file with holes where nothing was selected.")
+    ] = "safetensors",
+    streams: Annotated[
+        int | None, typer.Option(min=1, max=8, help="Streams at once; else what fills the link.")
+    ] = None,
+    bandwidth: Annotated[str | None, typer.Option(help="No more than this, as in 50MB/s.")] = None,
+    verify: Annotated[str, typer.Option(help="hash: while it is written; reread: from the disk again.")] = "hash",
     plan: PlanOnly = False,
     max_bytes: Annotated[
         str, typer.Option(help="What one approval lets be read in all; a second try reads again.")
@@ -23,23 +41,77 @@ def relay(
     hosts: HostsFile = None,
     as_json: AsJson = False,
 ) -> None:
-    """Stream a file from one host to another; sha256 is taken on the way and again where it is written."""
+    """Move a file or what is wanted of a checkpoint; what is there already does not move again."""
+    settings = Settings(
+        what=_one_of("--what", what, get_args(What)),
+        dtype=None if dtype is None else _one_of("--dtype", dtype, ("bfloat16",)),
+        output=_one_of("--output", output, get_args(Output)),
+        streams=streams,
+        bandwidth=rate(bandwidth) if bandwidth else 0,
+        reread=_one_of("--verify", verify, ("hash", "reread")) == "reread",
+    )
     connector = Connector.load(hosts)
     start, end = connector.inventory.location(source), connector.inventory.location(destination)
     check_destination(end)
-    needed = plan_relay([start], f"the file is read and written to {end}", max_bytes=size(max_bytes))
+    needed = plan_relay([start], f"it is read and written to {end}", max_bytes=size(max_bytes))
     if plan:
         show_plan(connector.store, needed, f"{start} to {end}", as_json=as_json)
+        approved = None if needed is None else connector.store.find(needed)
+        if not as_json and (needed is None or approved is not None):
+            _show_way(connector, None if approved is None else approved.read, start, end, settings)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
-        result = relay_file(connector, approval, start, end, progress=progress)
+        result = move(connector, approval, start, end, settings, progress=progress, notice=_say)
     if as_json:
-        ends = {"source": str(result.source), "destination": str(result.destination)}
-        speed = {"seconds": round(result.seconds, 3), "mb_per_s": round(result.mb_per_s, 1)}
-        identity = result.identity.model_dump()
-        typer.echo(json.dumps({**ends, "bytes": result.bytes, "sha256": result.sha256, "identity": identity, **speed}))
-        return
-    rate = show_rate(round(result.mb_per_s * 1e6))
-    typer.echo(f"{escape(str(end))}: {show_size(result.bytes)} in {result.seconds:.1f} s, {rate}")
-    typer.echo(f"sha256 {result.sha256}")
+        typer.echo(json.dumps(_as_json(result)))
+    else:
+        _show(result)
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def _show_way(
+    connector: Connector, approval: Approval | None, start: Location, end: Location, settings: Settings
+) -> None:
+    found = estimate(connector, approval, start, settings)
+    moving = f"{show_size(found.moving_bytes)} of {show_size(found.source_bytes)} move"
+    streams = f"{found.streams} stream{'s' if found.streams > 1 else ''}"
+    time = show_duration(found.moving_bytes / found.rate)
+    typer.echo(f"{escape(str(start))} to {escape(str(end))}: {moving}, over SSH in {streams}")
+    typer.echo(f"at no more than {show_rate(found.rate)}, so in {time} or more")
+
+
+def _show(result: RelayResult) -> None:
+    speed = show_rate(round(result.mb_per_s * 1e6)) if result.moved else "it was there already"
+    streams = f" over {result.streams} streams" if result.streams > 1 else ""
+    moved = show_size(result.moved)
+    share = "" if result.bytes == result.source_bytes else f" of the source's {show_size(result.source_bytes)}"
+    typer.echo(f"{escape(str(result.destination))}: {moved}{share} in {result.seconds:.1f} s, {speed}{streams}")
+    for file in result.files:
+        typer.echo(f"sha256 {file.sha256}  {escape(os.path.basename(file.path))}")
+
+
+def _as_json(result: RelayResult) -> dict[str, object]:
+    return {
+        "source": str(result.source),
+        "destination": str(result.destination),
+        "identity": result.identity,
+        "what": result.what,
+        "source_bytes": result.source_bytes,
+        "bytes": result.bytes,
+        "moved": result.moved,
+        "sha256": result.sha256,
+        "files": [vars(file) for file in result.files],
+        "seconds": round(result.seconds, 3),
+        "mb_per_s": round(result.mb_per_s, 1),
+        "streams": result.streams,
+    }
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> Any:
+    if value not in known:
+        raise UsageError(f"{option} {escape(value)!r} is not one of {', '.join(known)}")
+    return value

@@ -22,7 +22,7 @@ from tasks.approvals import Approved
 from tasks.errors import Refused
 from tasks.evaluation import Suite, Workspace
 from tasks.inventory import Host, Location
-from tasks.relay import RelayResult, relay_checkpoint
+from tasks.relay import RelayResult, relay
 from tasks.ssh import Connector
 
 
@@ -58,11 +58,11 @@ def evaluate_checkpoint(source: str, on: str, suite: Suite, reports: Path, hosts
 
 @task(name="relay", task_run_name="relay {source}", cache_policy=NO_CACHE)
 def relay_step(connector: Connector, approved: Approved | None, source: Location, host: Host) -> RelayResult:
-    """Stream the checkpoint, and the config.json beside it, into the host's cache."""
+    """Stream what the evaluation needs of the checkpoint into the host's cache."""
     destination = evaluation.checkpoint_place(host, source)
     approval = None if approved is None else approved.read
     with shown_progress(str(source)) as progress:
-        return relay_checkpoint(connector, approval, source, destination, progress=progress)
+        return relay(connector, approval, source, destination, evaluation.DRAFTER, progress=progress)
 
 
 @task(name="evaluate", task_run_name="evaluate on {host.name}", cache_policy=NO_CACHE)

@@ -19,7 +19,7 @@ from dflash.report import RelayInfo, Report, read_report
 from tasks.actions import said
 from tasks.inventory import Host, Inventory, Location
 from tasks.plans import Plan
-from tasks.relay import RelayResult, plan_relay
+from tasks.relay import RelayResult, Settings, plan_relay
 from tasks.ssh import Connector
 
 REPORT_FILES = ("report.json", "rounds.jsonl", "report.md")
@@ -71,13 +71,17 @@ class Workspace:
         return self.path / "report"
 
 
+DRAFTER = Settings(what="drafter", by_identity=True)
+"""How a checkpoint is relayed to be evaluated: what the evaluation needs of it, each state in a folder of its own."""
+
+
 def plan_evaluation(sources: Sequence[Location], host: Host) -> Plan | None:
     """Return what must be approved before ``sources`` may be evaluated on ``host``; None when nothing must be."""
-    return plan_relay(sources, f"the files are read and evaluated on {host.name}", with_config=True)
+    return plan_relay(sources, f"the drafter is read out of it and evaluated on {host.name}")
 
 
 def checkpoint_place(host: Host, source: Location) -> Location:
-    """Return where a relayed checkpoint lies on ``host``: in its cache, under the source's host and path."""
+    """Return the folder of what is relayed of a checkpoint: in the cache of ``host``, by the source's host and path."""
     folder = _folder(host, "cache") / "checkpoints" / (source.host.name if source.host else "local")
     return Location(host, str(folder / PurePosixPath(source.path).relative_to("/")))
 
@@ -152,7 +156,7 @@ def fetch_report(
                     raise EvaluationError(
                         f"{host.name}:{workspace.output / name} could not be read: {error}"
                     ) from error
-        way = RelayInfo(source=str(relayed.source), sha256=relayed.sha256, selected="all", bytes=relayed.bytes)
+        way = RelayInfo(source=str(relayed.source), sha256=relayed.sha256, selected=relayed.what, bytes=relayed.bytes)
         report = read_report(partial / "report.json").model_copy(update={"relay": way})
         (partial / "report.json").write_text(report.to_json(), encoding="utf-8")
         (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")

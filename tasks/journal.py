@@ -64,8 +64,18 @@ class Journal:
         return self._content.transfer
 
     @property
+    def about(self) -> str:
+        """Names what is brought: the source and its state."""
+        return f"{self._content.source} {self._content.identity}"
+
+    @property
     def size(self) -> int:
         return self._content.size
+
+    @property
+    def sparse(self) -> bool:
+        """Whether there are zeros that do not move."""
+        return sum(span.length for span in self._content.spans) < self._content.size
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -114,9 +124,17 @@ class Journal:
 
 @contextmanager
 def opened(
-    source: str, destination: str, identity: str, spans: Sequence[tuple[int, int]], *, folder: Path | None = None
+    source: str,
+    destination: str,
+    identity: str,
+    size: int,
+    spans: Sequence[tuple[int, int]],
+    *,
+    folder: Path | None = None,
 ) -> Iterator[Journal]:
-    """The journal of ``source`` in the state ``identity`` going to ``destination`` in ``spans`` (offset, length).
+    """The journal of ``source`` in the state ``identity`` going to ``destination``: a file of ``size`` bytes.
+
+    ``spans`` (offset, length) are what moves, in order; what lies between them is zeros.
 
     One that an earlier transfer of the same state left is taken up, with its own spans. :class:`JournalError` when
     another process has it open, or when it cannot be read or written.
@@ -137,7 +155,6 @@ def opened(
                 f"{source} is on its way to {destination} already; wait for that relay or end it"
             ) from None
         content = _read(file)
-        size = sum(length for _, length in spans)
         if content is None or (content.identity, content.size) != (identity, size):
             content = _Content(
                 version=VERSION,
@@ -165,10 +182,10 @@ def _read(file: Path) -> _Content | None:
         raise _unusable(file, error) from None
     at = 0
     for span in content.spans:
-        if span.offset != at or (span.stored and span.sha256 is None):
+        if span.offset < at or (span.stored and span.sha256 is None):
             return None
-        at += span.length
-    return content if content.version == VERSION and at == content.size else None
+        at = span.offset + span.length
+    return content if content.version == VERSION and at <= content.size else None
 
 
 def _unusable(path: Path, error: OSError) -> JournalError:

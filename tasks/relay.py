@@ -1,52 +1,40 @@
-"""A file from host to host through the operator's machine, without touching its disk.
+"""A file or a checkpoint from anywhere to anywhere through the operator's machine, without touching its disk.
 
-Nothing is under the final name until all of this holds: the source is a regular file and stayed the same one (device,
-inode, size, mtime) from before the first byte until after the last; its host said that it sent every byte; of every
-range the sha256 taken on the way is the one the destination took while it wrote. What arrived of a relay that broke
-stays there under a temporary name, and the same relay moves only the rest.
+Nothing is under a final name until all of this holds: the source stayed the same one (device, inode, size, mtime) from
+before the first byte until after the last; its host said that it sent every byte; of every range the sha256 taken on
+the way is the one the destination took while it wrote. What arrived of a relay that broke stays there under a temporary
+name, and the same relay moves only the rest.
 """
 
-import errno
+import hashlib
 import math
 import os
-import shlex
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from hashlib import sha256
+from functools import partial
+from typing import Literal
 
-from dflash.errors import DFlashError, UsageError
+from dflash.errors import UsageError
 from tasks import journal
-from tasks.actions import MOST_PATHS, ReadGrant, escape, said
+from tasks.actions import MOST_PATHS, ReadGrant, escape
 from tasks.approvals import Approval
-from tasks.channel import EXIT_SSH_FAILED, RequestFailed
+from tasks.contents import RANGE_BYTES, SelectedFile, SourceError, WholeFile, spans_of
+from tasks.ends import Pool, Reader, ReadSource, open_reader, open_receiver
 from tasks.errors import Refused
-from tasks.gate import GateSession, Stat, open_session
+from tasks.gate import Stat
 from tasks.inventory import Host, Location
 from tasks.plans import Plan
-from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.quantities import show_size
+from tasks.selection import Output, Selection, What, select
+from tasks.sources import require_settled
 from tasks.ssh import Connector
-from tasks.streams import PATIENCE_SECONDS, Ends, Transfer
-from tasks.transfer import (
-    Moved,
-    Pace,
-    Progress,
-    Receiver,
-    ReceiverLostError,
-    SourceChangedError,
-    TransferError,
-    pump,
-    receiver_argv,
-)
+from tasks.streams import PATIENCE_SECONDS, Content, Ends, Transfer
+from tasks.transfer import Pace, Progress
 
 FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 16
-"""What is asked for by each file: to read a checkpoint of 17 GB, and once more if the first try breaks."""
-CLOSING_SECONDS = 5.0
-RANGE_BYTES = 256 << 20
+"""What is asked for by each source: to read a checkpoint of 17 GB, and once more if the first try breaks."""
 WINDOW_BYTES = 2 << 20
 """OpenSSH's channel window: what one stream has under way at most, whatever the link could carry."""
 MOST_STREAMS = 8
@@ -54,77 +42,118 @@ PROTECTED_STREAMS = 2
 """A gate serves no more sessions at once."""
 LINK_RATE = 1_250_000_000
 """Bytes a second that are aimed at where nothing slower is known: the 10 Gb/s of the operator's machine."""
-
-
-class SourceError(TransferError):
-    """The source is not a file that can be relayed."""
+SETTLING_SECONDS = 1.0
+"""Between the two looks at a checkpoint that does not say itself that it is whole."""
 
 
 @dataclass(frozen=True)
 class Settings:
     """How to move it."""
 
+    what: What = "all"
+    dtype: Literal["bfloat16"] | None = None
+    output: Output = "safetensors"
     streams: int | None = None
     """Pairs of sessions at once; None: as many as the round trip time and the cores ask for."""
     bandwidth: int = 0
     """Bytes a second, 0 for no limit of this side's."""
     reread: bool = False
-    """Have the destination read every range from its disk again before the file gets its name."""
+    """Have the destination read every range from its disk again before a file gets its name."""
+    by_identity: bool = False
+    """Put a selection into a folder of the destination that is named after the source's identity."""
     patience: float = PATIENCE_SECONDS
     """Seconds without a byte after which a lost link ends the relay."""
     range_bytes: int = RANGE_BYTES
 
+    @property
+    def selected(self) -> str:
+        """Names what is made of a source."""
+        return " ".join([self.what, self.dtype or "as it is", self.output])
+
+
+WHOLE = Settings().selected
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """One file at its destination; ``moved`` bytes of it had to move this time."""
+
+    path: str
+    bytes: int
+    sha256: str
+    moved: int
+
 
 @dataclass(frozen=True)
 class RelayResult:
-    """A file that arrived; ``seconds`` run from the first byte to the final name."""
+    """What arrived; ``seconds`` run from the first byte to the last final name."""
 
     source: Location
     destination: Location
-    identity: Stat
-    sha256: str
+    """The file, or the folder of the files of a selection."""
+    identity: str
+    what: What
+    source_bytes: int
+    files: tuple[Arrived, ...]
     seconds: float
-    streams: int = 1
-    moved: int = 0
-    """Bytes that had to move this time."""
+    streams: int
 
     @property
     def bytes(self) -> int:
-        return self.identity.size
+        return sum(file.bytes for file in self.files)
+
+    @property
+    def moved(self) -> int:
+        return sum(file.moved for file in self.files)
 
     @property
     def mb_per_s(self) -> float:
         return self.moved / 1e6 / self.seconds
 
+    @property
+    def sha256(self) -> str:
+        """That of the file; of several, that of the lines sha256sum would print in their folder."""
+        if len(self.files) == 1:
+            return self.files[0].sha256
+        lines = (f"{file.sha256}  {os.path.relpath(file.path, self.destination.path)}\n" for file in self.files)
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-def plan_relay(
-    sources: Sequence[Location], effect: str, *, with_config: bool = False, max_bytes: int = FILE_BYTES
-) -> Plan | None:
-    """Return what must be approved before ``sources`` may be read; None when their host is not protected.
 
-    ``with_config`` asks for the ``config.json`` beside each as well. How large a file is cannot be known before the
-    gate may say it, so the grant asks for ``max_bytes`` for each source. The plan of several covers that of each.
-    Raises :class:`UsageError` when a source names no host, when they are not on one host, or when they are too many.
+def plan_relay(sources: Sequence[Location], effect: str, *, max_bytes: int = FILE_BYTES) -> Plan | None:
+    """What must be approved before ``sources`` may be read; None when their host is not protected.
+
+    What a source is cannot be known before the gate may say it, so its name decides what is asked for: one with a
+    suffix is a file, with the ``config.json`` beside it, any other a directory; several directories ask for the tree
+    they are all in. So does ``max_bytes``, for each source. The plan of several covers that of each. Raises
+    :class:`UsageError` when they are not on one host, or when they are too many.
     """
-    hosts = {_host(source).name: _host(source) for source in sources}
+    hosts = {source.host for source in sources}
     if len(hosts) != 1:
-        raise UsageError(f"{', '.join(hosts) or 'nothing'}: relay from one host at a time, an approval is for one host")
-    (host,) = hosts.values()
-    if not host.protected:
+        names = ", ".join(sorted(host.name if host else "this machine" for host in hosts)) or "nothing"
+        raise UsageError(f"{names}: relay from one host at a time, an approval is for one host")
+    (host,) = hosts
+    if host is None or not host.protected:
         return None
-    files = [*sources, *(_beside(source, "config.json") for source in sources if with_config)]
-    paths = tuple(dict.fromkeys(file.path for file in files))
+    files = [source.path for source in sources if is_file_name(source.path)]
+    root = None if len(files) == len(sources) else os.path.commonpath([source.path for source in sources])
+    paths = () if root else tuple(dict.fromkeys(path for file in files for path in (file, _config_beside(file))))
     if len(paths) > MOST_PATHS:
         raise UsageError(f"{len(paths)} files are too many for one approval: name fewer, {MOST_PATHS} are the most")
     grant = ReadGrant(
         host=host.name,
         host_keys=host.fingerprints,
         paths=paths,
-        verbs=("read", "stat"),
+        root=root,
+        verbs=("list", "read", "stat") if root else ("read", "stat"),
         sessions=FILE_SESSIONS * len(sources),
         bytes=max_bytes * len(sources),
     )
     return Plan(grant=grant, effect=effect)
+
+
+def is_file_name(path: str) -> bool:
+    """Whether ``path`` is asked for as one file: its name has a suffix."""
+    return bool(os.path.splitext(path)[1])
 
 
 def relay(
@@ -132,52 +161,63 @@ def relay(
     approval: Approval | None,
     source: Location,
     destination: Location,
-    *,
     settings: Settings | None = None,
+    *,
     progress: Progress | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> RelayResult:
     """Stream ``source`` to ``destination`` and return once it is there under its final name.
 
+    All of a file becomes the file ``destination``; everything else becomes files in the folder ``destination``.
     ``approval`` is for :func:`plan_relay`'s plan, None for a source that is not protected. ``progress`` gets (bytes
-    done, bytes in all), ``notice`` a sentence when a link is lost and tried again. Raises :class:`Refused`,
-    :class:`TransferError` or what the connection raises; then nothing is under the final name.
+    done, bytes in all) of what the destination gets, ``notice`` a sentence when a link is lost and tried again.
+
+    Raises :class:`Refused`, :class:`TransferError`, :class:`~dflash.checkpoint_layout.CheckpointError` for a source
+    that cannot be understood, or what the connection raises; then the file that it is about has no name there.
     """
     check_destination(destination)
-    return _relay_file(connector, approval, source, destination, settings or Settings(), progress, notice)
+    asked = settings or Settings()
+    with ExitStack() as stack:
+        readers = stack.enter_context(Pool(partial(open_reader, connector, source, approval)))
+        receivers = stack.enter_context(Pool(partial(open_receiver, connector, destination)))
+        with readers.take() as reader:
+            content = _look(reader, source, asked)
+            streams = asked.streams or _streams(_round_trip(reader, source), source.host, approval, asked)
+        relayed = _Relay(source, destination, asked, streams, Ends(readers.take, receivers.take), progress, notice)
+        if isinstance(content, Stat):
+            return relayed.file(content)
+        return relayed.selection(*content)
 
 
-def relay_checkpoint(
-    connector: Connector,
-    approval: Approval | None,
-    source: Location,
-    destination: Location,
-    *,
-    settings: Settings | None = None,
-    progress: Progress | None = None,
-    notice: Callable[[str], None] | None = None,
-) -> RelayResult:
-    """Stream a single-file checkpoint as :func:`relay` does, after the ``config.json`` beside it where there is one.
+@dataclass(frozen=True)
+class Estimate:
+    """What a relay would come to."""
 
-    Where there is none, one that an earlier relay left beside the destination is removed: it would be believed.
-    """
-    check_destination(destination)
-    config, its_place = _beside(source, "config.json"), _beside(destination, "config.json")
-    with open_session(connector, _host(source), approval) as session:
-        there = _exists(session, config)
-    if there:
-        _relay_file(connector, approval, config, its_place, settings or Settings(), None, notice)
-    else:
-        with connector.connect(_host(its_place)) as connection:
-            connection.run(shlex.join(["rm", "-f", its_place.path]), hide=True, in_stream=False)
-    return _relay_file(connector, approval, source, destination, settings or Settings(), progress, notice)
+    source_bytes: int
+    moving_bytes: int
+    streams: int
+    rate: int
+    """Bytes a second at most: by the limits, the source's, and what the streams carry in a round trip."""
+
+
+def estimate(connector: Connector, approval: Approval | None, source: Location, settings: Settings) -> Estimate:
+    """What :func:`relay` would move, found out by the few small reads it begins with."""
+    with open_reader(connector, source, approval) as reader:
+        found = _look(reader, source, settings)
+        round_trip = _round_trip(reader, source)
+    streams = settings.streams or _streams(round_trip, source.host, approval, settings)
+    carried = round(streams * WINDOW_BYTES / max(round_trip, 1e-6))
+    fastest = min(carried, _rate(source.host, settings))
+    if isinstance(found, Stat):
+        return Estimate(found.size, found.size, streams, fastest)
+    _, selection = found
+    return Estimate(selection.source_bytes, selection.moved_bytes, streams, fastest)
 
 
 def check_destination(destination: Location) -> None:
-    """Raise :class:`UsageError` unless ``destination`` is on a host, :class:`Refused` when that host is protected."""
-    host = _host(destination)
-    if host.protected:
-        raise Refused(f"{host.name} is protected: a relay reads from there, it does not write there")
+    """Raise :class:`Refused` when the host of ``destination`` is protected."""
+    if destination.host is not None and destination.host.protected:
+        raise Refused(f"{destination.host.name} is protected: a relay reads from there, it does not write there")
 
 
 def stream_count(round_trip: float, *, rate: int, cores: int, sessions: int, protected: bool) -> int:
@@ -190,156 +230,30 @@ def stream_count(round_trip: float, *, rate: int, cores: int, sessions: int, pro
     return max(1, min(wanted, most))
 
 
-def spans_of(size: int, *, streams: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
-    """Consecutive (offset, length) over ``size`` bytes: ranges of ``range_bytes``, smaller where streams would idle."""
-    length = max(1, min(range_bytes, math.ceil(size / streams)))
-    return [(offset, min(length, size - offset)) for offset in range(0, size, length)]
+def _look(reader: Reader, source: Location, settings: Settings) -> Stat | tuple[ReadSource, Selection]:
+    """The state of a file that moves as it is, else the selection; the source has settled."""
+    found = reader.stat(source.path)
+    if found.kind == "file" and settings.what == "all" and settings.output == "safetensors":
+        return relayable(reader, source, found)
+    if found.kind == "other":
+        raise SourceError(f"{escape(str(source))} is neither a file nor a directory: name one")
+    place = ReadSource(reader, source)
+    selection = select(place, what=settings.what, dtype=settings.dtype, output=settings.output)
+    if not selection.sealed:
+        time.sleep(SETTLING_SECONDS)
+        require_settled(selection.place, selection.look, place.look())
+    return place, selection
 
 
-@dataclass(frozen=True)
-class WholeFile:
-    """All of one file, as it is."""
-
-    source: Location
-    identity: Stat
-
-    @property
-    def size(self) -> int:
-        return self.identity.size
-
-    def send(self, session: GateSession, offset: int, length: int, sink: int, moved: Moved) -> str:
-        digest = sha256()
-        try:
-            with session.read(self.source.path, offset, length) as stream:
-                pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
-        except RequestFailed as error:
-            self._check_still_there(error)
-            raise
-        return digest.hexdigest()
-
-    def check_unchanged(self, session: GateSession) -> None:
-        try:
-            found = session.stat(self.source.path)
-        except RequestFailed as error:
-            self._check_still_there(error)
-            raise
-        if found != self.identity:
-            raise SourceChangedError(
-                f"{escape(str(self.source))} changed while read: relay it again when its writer is done"
-            )
-
-    def _check_still_there(self, error: RequestFailed) -> None:
-        if error.reason.endswith(os.strerror(errno.ENOENT)):
-            name = escape(str(self.source))
-            raise SourceChangedError(f"{name} vanished while it was read: nothing was kept") from None
-
-
-def _host(location: Location) -> Host:
-    if location.host is None:
-        raise UsageError(f"{escape(location.path)} names no host: a relay goes from HOST:/path to HOST:/path")
-    return location.host
-
-
-def _beside(place: Location, name: str) -> Location:
-    return Location(place.host, os.path.join(os.path.dirname(place.path), name))
-
-
-def _exists(session: GateSession, place: Location) -> bool:
-    try:
-        session.stat(place.path)
-    except RequestFailed as error:
-        if error.reason.endswith(os.strerror(errno.ENOENT)):
-            return False
-        raise
-    return True
-
-
-def _relay_file(
-    connector: Connector,
-    approval: Approval | None,
-    source: Location,
-    destination: Location,
-    settings: Settings,
-    progress: Progress | None,
-    notice: Callable[[str], None] | None,
-) -> RelayResult:
-    host = _host(source)
-    first = _First(open_session(connector, host, approval))
-    with first:
-        identity = _relayable(first.session, source)
-        streams = settings.streams or _streams(_round_trip(first.session, source), host, approval, settings)
-        spans = spans_of(identity.size, streams=streams, range_bytes=settings.range_bytes)
-        about = f"{identity.device}:{identity.inode}:{identity.size}:{identity.mtime_ns}"
-        with journal.opened(str(source), str(destination), about, spans) as notes:
-            transfer = Transfer(
-                content=WholeFile(source, identity),
-                journal=notes,
-                ends=Ends(
-                    session=lambda: first.take() or open_session(connector, host, approval),
-                    receiver=lambda: _receiver(connector, destination),
-                ),
-                path=destination.path,
-                sidecar={"source": str(source), "identity": about, "selected": "all"},
-                streams=streams,
-                pace=Pace(settings.bandwidth),
-                progress=progress,
-                notice=notice,
-                reread=settings.reread,
-                patience=settings.patience,
-            )
-            begun = time.monotonic()
-            digest = transfer.run()
-            seconds = time.monotonic() - begun
-    return RelayResult(source, destination, identity, digest, seconds, streams, transfer.missing)
-
-
-class _First:
-    """The session that looked at the source becomes the first stream's, so that it costs the grant one session."""
-
-    def __init__(self, session: GateSession) -> None:
-        self.session = session
-        self._taken = False
-
-    def take(self) -> GateSession | None:
-        if self._taken:
-            return None
-        self._taken = True
-        return self.session
-
-    def __enter__(self) -> "_First":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if not self._taken:
-            self.session.__exit__(*error)  # type: ignore[arg-type]
-
-
-def _round_trip(session: GateSession, source: Location) -> float:
-    """Seconds from a small request to its answer."""
-    begun = time.monotonic()
-    session.stat(source.path)
-    return time.monotonic() - begun
-
-
-def _streams(round_trip: float, host: Host, approval: Approval | None, settings: Settings) -> int:
-    rates = [LINK_RATE, settings.bandwidth, *([host.read_limit] if host.protected else [])]
-    return stream_count(
-        round_trip,
-        rate=min(rate for rate in rates if rate),
-        cores=os.cpu_count() or 1,
-        sessions=MOST_STREAMS if approval is None else approval.grant.sessions,
-        protected=host.protected,
-    )
-
-
-def _relayable(session: GateSession, source: Location) -> Stat:
-    found, name = session.stat(source.path), escape(str(source))
+def relayable(reader: Reader, source: Location, found: Stat) -> Stat:
+    """The state ``found`` of a file that can move as it is; :class:`SourceError` says why another cannot."""
+    name = escape(str(source))
     if found.kind != "file":
         kind = "a directory" if found.kind == "directory" else "not a regular file"
         raise SourceError(f"{name} is {kind}: name one file")
     if not found.size:
         raise SourceError(f"{name} is empty: relay it when it has been written")
-    approval = session.approval
+    approval = reader.approval
     if approval is not None and found.size > approval.grant.bytes:
         raise SourceError(
             f"{name} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
@@ -348,34 +262,115 @@ def _relayable(session: GateSession, source: Location) -> Stat:
     return found
 
 
-@contextmanager
-def _receiver(connector: Connector, destination: Location) -> Iterator[Receiver]:
-    """Run the receiver on the destination's host; on leaving it is gone, and with it what was not committed."""
-    host, place = _host(destination), escape(str(destination))
-    with tempfile.TemporaryFile() as stderr:
-        process = connector.start(host, receiver_argv(), stdin=PIPE, stdout=PIPE, stderr=stderr)
-
-        def explain(code: int) -> DFlashError:
-            text = tail(stderr)
-            if code == EXIT_SSH_FAILED:
-                return connector.failure(host, text)
-            how = f"ended with exit status {code}" if code >= 0 else f"was ended by signal {-code}"
-            return ReceiverLostError(f"{place}: the receiver {how}: {said(last_line(text)) or 'no word'}")
-
-        try:
-            yield Receiver(process, place, explain)
-        finally:
-            _end(process)
+def name_of_state(found: Stat) -> str:
+    """What names one state of a file whose content nothing names."""
+    return f"{found.device}:{found.inode}:{found.size}:{found.mtime_ns}"
 
 
-def _end(process: Popen[bytes]) -> None:
-    """End of input makes the receiver clean up and leave; a connection that hangs is ended here instead."""
-    for stream in (process.stdin, process.stdout):
-        assert stream is not None
-        with suppress(OSError):
-            stream.close()
-    try:
-        process.wait(CLOSING_SECONDS)
-    except TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+def _round_trip(reader: Reader, source: Location) -> float:
+    """Seconds from a small request to its answer."""
+    begun = time.monotonic()
+    reader.stat(source.path)
+    return time.monotonic() - begun
+
+
+def _streams(round_trip: float, host: Host | None, approval: Approval | None, settings: Settings) -> int:
+    protected = host is not None and host.protected
+    return stream_count(
+        round_trip,
+        rate=_rate(host, settings),
+        cores=os.cpu_count() or 1,
+        sessions=MOST_STREAMS if approval is None else approval.grant.sessions,
+        protected=protected,
+    )
+
+
+def _rate(host: Host | None, settings: Settings) -> int:
+    limit = host.read_limit if host is not None and host.protected else 0
+    return min(rate for rate in (LINK_RATE, settings.bandwidth, limit) if rate)
+
+
+def _config_beside(path: str) -> str:
+    return os.path.join(os.path.dirname(path), "config.json")
+
+
+@dataclass
+class _Relay:
+    """One source on its way, file by file."""
+
+    source: Location
+    destination: Location
+    settings: Settings
+    streams: int
+    ends: Ends
+    progress: Progress | None
+    notice: Callable[[str], None] | None
+
+    def file(self, found: Stat) -> RelayResult:
+        """All of one file, which becomes the file that the destination names."""
+        identity = name_of_state(found)
+        spans = spans_of(found.size, streams=self.streams, range_bytes=self.settings.range_bytes)
+        begun = time.monotonic()
+        arrived = self._transfer(WholeFile(self.source, found), spans, self.destination, identity, self.progress)
+        return self._result(self.destination, identity, found.size, (arrived,), begun)
+
+    def selection(self, place: ReadSource, selection: Selection) -> RelayResult:
+        """The files of a selection, below the folder that the destination names; what makes them whole comes last."""
+        folder = self.destination.path
+        if self.settings.by_identity:
+            folder = os.path.join(folder, hashlib.sha256(selection.identity.encode()).hexdigest()[:16])
+        total = sum(output.size for output in selection.outputs)
+        arrived: list[Arrived] = []
+        begun = time.monotonic()
+        for output in selection.outputs:
+            content = SelectedFile(place, output, self.settings.range_bytes)
+            there = Location(self.destination.host, os.path.join(folder, output.name))
+            progress = self._part_of(sum(file.bytes for file in arrived), total)
+            arrived.append(
+                self._transfer(content, content.spans, there, selection.identity, progress, expected=output.sha256)
+            )
+        with self.ends.session() as reader:
+            selection.require_unchanged(ReadSource(reader, self.source).look())
+        there = Location(self.destination.host, folder)
+        return self._result(there, selection.identity, selection.source_bytes, tuple(arrived), begun)
+
+    def _transfer(
+        self,
+        content: Content,
+        spans: Sequence[tuple[int, int]],
+        there: Location,
+        identity: str,
+        progress: Progress | None,
+        *,
+        expected: str | None = None,
+    ) -> Arrived:
+        selected = self.settings.selected
+        with journal.opened(str(self.source), str(there), f"{identity} {selected}", content.size, spans) as notes:
+            transfer = Transfer(
+                content=content,
+                journal=notes,
+                ends=self.ends,
+                path=there.path,
+                sidecar={"source": str(self.source), "identity": identity, "selected": selected},
+                streams=self.streams,
+                pace=Pace(self.settings.bandwidth),
+                progress=progress,
+                notice=self.notice,
+                reread=self.settings.reread,
+                expected=expected,
+                patience=self.settings.patience,
+            )
+            sha256 = transfer.run()
+        return Arrived(there.path, content.size, sha256, transfer.missing)
+
+    def _part_of(self, before: int, total: int) -> Progress | None:
+        if self.progress is None:
+            return None
+        progress = self.progress
+        return lambda done, _: progress(before + done, total)
+
+    def _result(
+        self, there: Location, identity: str, source_bytes: int, files: tuple[Arrived, ...], begun: float
+    ) -> RelayResult:
+        seconds = time.monotonic() - begun
+        return RelayResult(self.source, there, identity, self.settings.what, source_bytes, files, seconds, self.streams)

@@ -7,20 +7,14 @@ from contextlib import contextmanager
 from dflash.errors import UsageError
 from tasks import journal
 from tasks.approvals import Approval, Approved
+from tasks.contents import WholeFile, spans_of
+from tasks.ends import open_receiver
 from tasks.gate import Stat, open_session
 from tasks.inventory import Host, Inventory, Location
 from tasks.journal import Journal
 from tasks.object_store import ObjectStore
 from tasks.plans import Plan
-from tasks.relay import (
-    RelayResult,
-    Settings,
-    WholeFile,
-    _receiver,
-    _relayable,
-    check_destination,
-    spans_of,
-)
+from tasks.relay import WHOLE, Arrived, RelayResult, Settings, check_destination, name_of_state, relayable
 from tasks.ssh import Connector
 from tasks.staged_senders import ByHost, Sender, ThroughOperator, plan_uploads
 from tasks.staging import CHUNK_BYTES, StagedTransfer
@@ -97,11 +91,11 @@ def relay_staged(
     with _journal(source, destination, identity, asked) as notes:
         transfer = StagedTransfer(
             journal=notes,
-            receiver=lambda: _receiver(connector, destination),
+            receiver=lambda: open_receiver(connector, destination),
             store=store,
             sender=sender,
             path=destination.path,
-            sidecar={"source": str(source), "identity": _about(identity), "selected": "all", "via": store.name},
+            sidecar={"source": str(source), "identity": name_of_state(identity), "selected": WHOLE, "via": store.name},
             progress=progress,
             notice=notice,
             reread=asked.reread,
@@ -111,7 +105,9 @@ def relay_staged(
         begun = time.monotonic()
         digest = transfer.run()
         seconds = time.monotonic() - begun
-    return RelayResult(source, destination, identity, digest, seconds, 1, missing)
+    arrived = Arrived(destination.path, identity.size, digest, missing)
+    about = name_of_state(identity)
+    return RelayResult(source, destination, about, "all", identity.size, (arrived,), seconds, streams=1)
 
 
 def _host(location: Location) -> Host:
@@ -122,15 +118,13 @@ def _host(location: Location) -> Host:
 
 def _look(connector: Connector, host: Host, approval: Approval | None, source: Location) -> Stat:
     with open_session(connector, host, approval) as session:
-        return _relayable(session, source)
-
-
-def _about(identity: Stat) -> str:
-    return f"{identity.device}:{identity.inode}:{identity.size}:{identity.mtime_ns}"
+        return relayable(session, source, session.stat(source.path))
 
 
 @contextmanager
 def _journal(source: Location, destination: Location, identity: Stat, settings: Settings) -> Iterator[Journal]:
     spans = spans_of(identity.size, streams=1, range_bytes=min(settings.range_bytes, CHUNK_BYTES))
-    with journal.opened(str(source), str(destination), _about(identity), spans) as notes:
+    with journal.opened(
+        str(source), str(destination), f"{name_of_state(identity)} {WHOLE}", identity.size, spans
+    ) as notes:
         yield notes

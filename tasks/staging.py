@@ -92,7 +92,7 @@ class StagedTransfer:
 
     def _lead(self) -> str:
         with self.receiver() as receiver:
-            opened = receiver.open(self.path, self.journal.size, self.journal.transfer)
+            opened = receiver.open(self.path, self.journal.size, self.journal.transfer, about=self.journal.about)
             if opened.committed is not None:
                 self.journal.remove()
                 return opened.committed

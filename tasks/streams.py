@@ -16,8 +16,8 @@ from typing import Any, Protocol, TypeVar
 
 from dflash.errors import DFlashError
 from tasks.channel import GateError, RequestFailed
+from tasks.ends import Reader
 from tasks.errors import Refused
-from tasks.gate import GateSession
 from tasks.journal import Journal, Span
 from tasks.ssh import ConnectionFailed
 from tasks.transfer import (
@@ -50,10 +50,10 @@ class Content(Protocol):
     @property
     def size(self) -> int: ...
 
-    def send(self, session: GateSession, offset: int, length: int, sink: int, moved: Moved) -> str:
+    def send(self, session: Reader, offset: int, length: int, sink: int, moved: Moved) -> str:
         """Send a range into ``sink`` and return its sha256."""
 
-    def check_unchanged(self, session: GateSession) -> None:
+    def check_unchanged(self, session: Reader) -> None:
         """Raise unless the source is still what the journal calls it."""
 
 
@@ -61,7 +61,7 @@ class Content(Protocol):
 class Ends:
     """How a stream gets its two sessions; each ends with its ``with`` block."""
 
-    session: Callable[[], AbstractContextManager[GateSession]]
+    session: Callable[[], AbstractContextManager[Reader]]
     receiver: Callable[[], AbstractContextManager[Receiver]]
 
 
@@ -84,6 +84,8 @@ class Transfer:
     notice: Callable[[str], None] | None = None
     """Told in a sentence when a link was lost and is tried again."""
     reread: bool = False
+    expected: str | None = None
+    """The sha256 that the file must have to get its name, where the source says one."""
     patience: float = PATIENCE_SECONDS
 
     def __post_init__(self) -> None:
@@ -92,14 +94,14 @@ class Transfer:
         self._in_hands = 0
         self._failure: DFlashError | None = None
         self._helpers: list[threading.Thread] = []
-        self._under_way: set[GateSession | Receiver] = set()
+        self._under_way: set[Reader | Receiver] = set()
         self._stopping = threading.Event()
         self._connecting = threading.BoundedSemaphore(CONNECTS_AT_ONCE)
         self._reached = False
         self._moved_bytes = self._reported = 0.0
         self._stored_ranges = 0
         self._last_moved = time.monotonic()
-        self.missing = self.journal.size
+        self.missing = sum(span.length for span in self.journal.spans)
         """Bytes that were not there when the destination was first asked."""
 
     def run(self) -> str:
@@ -140,7 +142,9 @@ class Transfer:
 
     def _open_transfer(self, receiver: Receiver) -> str | None:
         """Reserve the space, or find out what is there of an earlier try; the sha256 when all of it was finished."""
-        opened = receiver.open(self.path, self.content.size, self.journal.transfer)
+        opened = receiver.open(
+            self.path, self.content.size, self.journal.transfer, about=self.journal.about, sparse=self.journal.sparse
+        )
         if opened.committed is not None:
             if not self._reached:
                 self.missing = 0
@@ -167,7 +171,7 @@ class Transfer:
     def _commit(self, receiver: Receiver) -> str:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
         try:
-            sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread)
+            sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread, expected=self.expected)
         except TransferError as error:
             if self.reread and not isinstance(error, ReceiverLostError):
                 self.journal.begin_anew()
@@ -209,7 +213,7 @@ class Transfer:
     # --- every stream
 
     @contextmanager
-    def _connected(self, greet: Callable[[Receiver], T]) -> Iterator[tuple[GateSession, Receiver, T]]:
+    def _connected(self, greet: Callable[[Receiver], T]) -> Iterator[tuple[Reader, Receiver, T]]:
         """A session, a receiver and what ``greet`` got from it; few streams connect at once."""
         with ExitStack() as stack:
             with self._connecting:
@@ -221,7 +225,7 @@ class Transfer:
                 greeting = greet(receiver)
             yield session, receiver, greeting
 
-    def _move(self, session: GateSession, receiver: Receiver) -> None:
+    def _move(self, session: Reader, receiver: Receiver) -> None:
         """Take range after range until none waits."""
         while (span := self._next()) is not None:
             try:
@@ -233,7 +237,7 @@ class Transfer:
                 with self._lock:
                     self._in_hands -= 1
 
-    def _move_one(self, session: GateSession, receiver: Receiver, span: Span) -> None:
+    def _move_one(self, session: Reader, receiver: Receiver, span: Span) -> None:
         receiver.begin(span.offset, span.length)
         try:
             sha256 = self.content.send(session, span.offset, span.length, receiver.sink, self._on_moved)
@@ -304,7 +308,7 @@ class Transfer:
                 raise _Stopped
 
     @contextmanager
-    def _abortable(self, *ends: GateSession | Receiver) -> Iterator[None]:
+    def _abortable(self, *ends: Reader | Receiver) -> Iterator[None]:
         self._under_way.update(ends)
         try:
             yield

@@ -131,12 +131,13 @@ class Receiver:
         """Where the bytes of a range go between :meth:`begin` and :meth:`stored`."""
         return self._stdin.fileno()
 
-    def open(self, path: str, size: int, transfer: str) -> "Opened":
+    def open(self, path: str, size: int, transfer: str, *, about: str = "", sparse: bool = False) -> "Opened":
         """Reserve ``size`` bytes for ``path``, or take up what there is of this ``transfer``.
 
-        A destination that cannot take the file says so here.
+        A whole file that an earlier transfer of what is ``about`` the same left there is not asked for again. Of a
+        ``sparse`` one nothing is reserved. A destination that cannot take the file says so here.
         """
-        reply = self._ask(verb="open", path=path, size=size, transfer=transfer)
+        reply = self._ask(verb="open", path=path, size=size, transfer=transfer, about=about, sparse=sparse)
         committed = reply.get("committed")
         return Opened(bool(reply.get("fresh")), None if committed is None else str(committed))
 
@@ -168,12 +169,21 @@ class Receiver:
         """sha256 of a range as it lies there."""
         return str(self._ask(verb="hash", offset=offset, length=length).get("sha256"))
 
-    def commit(self, ranges: Sequence[tuple[int, int, str]], sidecar: dict[str, Any], *, reread: bool) -> str:
+    def commit(
+        self,
+        ranges: Sequence[tuple[int, int, str]],
+        sidecar: dict[str, Any],
+        *,
+        reread: bool,
+        expected: str | None = None,
+    ) -> str:
         """Have the file put under its final name and return its sha256, which the destination took.
 
-        ``reread``: every one of ``ranges`` (offset, length, sha256) is read from the disk again before.
+        ``reread``: every one of ``ranges`` (offset, length, sha256) is read from the disk again before. A file of
+        another sha256 than ``expected`` gets no name.
         """
-        return str(self._ask(verb="commit", ranges=ranges, sidecar=sidecar, reread=reread).get("sha256"))
+        asked = {"ranges": ranges, "sidecar": sidecar, "reread": reread, "expected": expected}
+        return str(self._ask(verb="commit", **asked).get("sha256"))
 
     def discard(self) -> None:
         """Leave nothing of what was received."""

@@ -3,20 +3,22 @@
 Runs on the destination as ``python3 -c <this text>``, so it takes the standard library alone (Python 3.9 or newer).
 One request a line of JSON on stdin, one reply a line on stdout:
 
-    {"verb": "open", "path", "size", "transfer"}           {"ok": true, "fresh", "committed"}  the space is reserved
+    {"verb": "open", "path", "size", "transfer",           {"ok": true, "fresh", "committed"}  the space is reserved,
+     "about", "sparse"}                                                                        unless it is sparse
     {"verb": "join", "path", "size", "transfer"}           {"ok": true}            another session of an open transfer
     {"verb": "write", "offset", "length"}, then the bytes  {"ok": true, "sha256"}  once they are on disk
     {"verb": "fetch", "offset", "length", "url", "start"}  {"ok": true, "sha256"}  the same, from a presigned URL; with
                                                                                    ``start`` only a range of the object
     {"verb": "hash", "offset", "length"}                   {"ok": true, "sha256"}  of what is there
-    {"verb": "commit", "ranges", "reread", "sidecar"}      {"ok": true, "sha256"}  the whole file's; it has its name,
-                                                                                   and ``<name>.relay.json`` beside it
+    {"verb": "commit", "ranges", "reread", "expected",     {"ok": true, "sha256"}  the whole file's; it has its name,
+     "sidecar"}                                                                    and ``<name>.relay.json`` beside it
     {"verb": "discard"}                                    {"ok": true}            nothing is left of it
 
 ``{"ok": false, "message"}`` and exit code 1 end a session when anything is wrong; only of a fetch it goes on, with
 ``"sha256": null, "status", "message"``. What was received stays as
 ``.<name>.part-<transfer>`` beside the final name, for the same transfer to go on with; ``fresh`` says that there was
-nothing, ``committed`` is the file's sha256 when this transfer was finished before and only the answer got lost.
+nothing. ``committed`` is the file's sha256 when it is there already: another transfer of what is ``about`` the same
+brought it, or this one did and only the answer got lost. ``expected`` is the sha256 that the source says it has.
 
 The session that opened a transfer holds a lock on its file. That tells what a dead transfer left, which the next one of
 that name removes, from what is written now. ``transfer`` is known to one sender alone, so a session that still holds
@@ -69,8 +71,8 @@ class FetchFailed(Exception):
 class Part:
     """The file under its temporary name."""
 
-    def __init__(self, path: str, size: int, transfer: str) -> None:
-        self.path, self.size, self.transfer = path, size, transfer
+    def __init__(self, path: str, size: int, transfer: str, about: str = "", sparse: bool = False) -> None:
+        self.path, self.size, self.transfer, self.about, self.sparse = path, size, transfer, about, sparse
         self.directory, self.name = os.path.split(path)
         if not os.path.isabs(path) or not self.name:
             raise ReceiveError(f"{path!r} is not the absolute path of a file")
@@ -81,11 +83,12 @@ class Part:
         self.whole, self.hashed = hashlib.sha256(), 0  # of the first bytes, as far as they came in order
 
     def committed(self) -> str | None:
-        """The sha256 of the file under its final name when this very transfer put it there and it still is that."""
+        """The sha256 of the file under its final name when that is what is to be brought and still whole."""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             with open(self.path + SIDECAR, encoding="utf-8") as file:
                 fields = json.load(file)
-            if (fields["transfer"], fields["bytes"]) != (self.transfer, self.size):
+            same = fields["transfer"] == self.transfer or (self.about and fields["about"] == self.about)
+            if not same or fields["bytes"] != self.size:
                 return None
             self.fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
@@ -157,7 +160,9 @@ class Part:
         self._feed(offset, length, digest.update)
         return digest.hexdigest()
 
-    def commit(self, ranges: list[list[Any]], sidecar: dict[str, Any], *, reread: bool) -> str:
+    def commit(
+        self, ranges: list[list[Any]], sidecar: dict[str, Any], *, reread: bool, expected: str | None = None
+    ) -> str:
         """Put the file under its final name: what the reader of that name sees is whole even after a power cut."""
         os.fsync(self.fd)
         if reread:
@@ -170,9 +175,15 @@ class Part:
                     )
         self._feed(self.hashed, self.size - self.hashed, self.whole.update)
         sha256 = self.whole.hexdigest()
+        if expected not in (None, sha256):
+            self.discard()
+            raise ReceiveError(
+                f"{self.path!r} has sha256 {sha256}, but its checkpoint says {expected}: it is damaged at its source"
+            )
         with naming_in(self.directory):
             # before anything has a name: there may be no room for it
-            written = self._write_sidecar({**sidecar, "transfer": self.transfer, "bytes": self.size, "sha256": sha256})
+            about = {"transfer": self.transfer, "about": self.about, "bytes": self.size, "sha256": sha256}
+            written = self._write_sidecar({**sidecar, **about})
             # beside another file it would be believed, so an old one goes first and the new one comes last
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(self.path + SIDECAR)
@@ -211,6 +222,9 @@ class Part:
     def _reserve(self) -> None:
         """Take the space now: a full disk is found before the first byte, not after the last but one."""
         os.ftruncate(self.fd, 0)
+        if self.sparse:
+            os.ftruncate(self.fd, self.size)
+            return
         room = os.statvfs(self.directory)
         free = room.f_bavail * room.f_frsize
         # Asked first, because a file system may fill itself up before it finds that it cannot.

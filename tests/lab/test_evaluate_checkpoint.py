@@ -82,14 +82,14 @@ def test_a_checkpoint_gets_its_number_though_its_source_is_gone(
 
     import flows.evaluate_checkpoint as flow
 
-    relay = flow.relay_checkpoint
+    relay = flow.relay
 
     def relay_then_remove(*arguments: Any, **named: Any) -> Any:
         relayed = relay(*arguments, **named)
         checkpoint.unlink()
         return relayed
 
-    monkeypatch.setattr(flow, "relay_checkpoint", relay_then_remove)
+    monkeypatch.setattr(flow, "relay", relay_then_remove)
     source = approve(furnished, checkpoint)
     suite = Suite(tiny_hybrid.prompts, max_new_tokens=24, num_prompts=4, ignore_eos=True)
     with temporary_settings({PREFECT_API_URL: server}):

@@ -23,7 +23,7 @@ from tasks.errors import Refused
 from tasks.inventory import Inventory, Location
 from tasks.journal import JournalError
 from tasks.lab import Lab
-from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay, relay_checkpoint
+from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay
 from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
 
@@ -51,8 +51,8 @@ class Desk:
     def place(self, host: str, path: str) -> Location:
         return self.known.location(f"{host}:{self.lab.seen(host, path)}")
 
-    def approve(self, source: Location, *, max_bytes: int = FILE_BYTES, with_config: bool = False) -> None:
-        plan = plan_relay([source], "a test reads it", with_config=with_config, max_bytes=max_bytes)
+    def approve(self, source: Location, *, max_bytes: int = FILE_BYTES) -> None:
+        plan = plan_relay([source], "a test reads it", max_bytes=max_bytes)
         assert plan is not None
         self.store.approve(self.store.request(plan).id, reason="test", ca_key=self.lab.ca_key, seconds=600)
 
@@ -150,21 +150,28 @@ def test_file_arrives_whole_and_verified(way: Way) -> None:
     content = way.source_file.read_bytes()
     assert way.destination_file.read_bytes() == content
     assert result.sha256 == hashlib.sha256(content).hexdigest()
-    assert (result.bytes, result.identity.inode) == (len(content), way.source_file.stat().st_ino)
+    assert (result.bytes, result.source_bytes, result.moved) == (len(content),) * 3
     assert result.mb_per_s == pytest.approx(len(content) / 1e6 / result.seconds)
     assert (seen[0][0], seen[-1]) == (0, (len(content), len(content)))
     assert way.whole()
     sidecar = json.loads(way.destination_file.with_name(f"{way.destination_file.name}.relay.json").read_text())
     assert (sidecar["source"], sidecar["sha256"]) == (str(way.source), result.sha256)
-    assert (sidecar["selected"], sidecar["bytes"]) == ("all", len(content))
+    assert (sidecar["selected"], sidecar["bytes"]) == ("all as it is safetensors", len(content))
 
 
-def test_second_relay_replaces_the_first_under_the_same_approval(way: Way) -> None:
+def test_what_is_there_already_does_not_move_again(way: Way) -> None:
     way.relay()
     first = way.destination_file.stat().st_ino
+    assert way.relay().moved == 0
+    assert (way.whole(), way.destination_file.stat().st_ino) == (True, first)
+
+
+def test_what_was_changed_at_the_destination_moves_again(way: Way) -> None:
     way.relay()
-    assert way.destination_file.stat().st_ino != first
-    assert way.destination_file.read_bytes() == way.source_file.read_bytes()
+    with way.destination_file.open("r+b") as file:
+        file.write(b"spoilt")
+    assert way.relay().moved == IN_FLIGHT
+    assert way.whole()
 
 
 def test_unprotected_source_needs_no_approval(desk: Desk) -> None:
@@ -173,26 +180,10 @@ def test_unprotected_source_needs_no_approval(desk: Desk) -> None:
     assert desk.lab.host_path("ct129", f"{DESTINATIONS}/there").read_bytes() == b"free"
 
 
-@pytest.mark.parametrize("with_config", [True, False])
-def test_checkpoint_brings_the_config_beside_it(desk: Desk, with_config: bool) -> None:
-    way = make_way(desk, f"checkpoint with config {with_config}/step_7.pt")
-    way.source_file.parent.mkdir()
-    way.source_file.write_bytes(b"weights")
-    if with_config:
-        way.source_file.with_name("config.json").write_bytes(b"{}")
-    plan = plan_relay([way.source], "a test reads it", with_config=True)
-    assert plan is not None
-    desk.approve(way.source, with_config=True)
-    result = relay_checkpoint(desk.connector, desk.store.require(plan).read, way.source, way.destination)
-    assert result.sha256 == hashlib.sha256(b"weights").hexdigest()
-    files = ["config.json", "step_7.pt"] if with_config else ["step_7.pt"]
-    assert [name for name in way.arrived() if not name.endswith(".relay.json")] == files
-
-
 def test_plan_of_several_files_covers_each_of_them(desk: Desk) -> None:
     files = [make_way(desk, f"run_{step}/step_{step}.pt").source for step in (1, 2, 3)]
-    together = plan_relay(files, "all", with_config=True)
-    alone = [plan_relay([file], "one", with_config=True) for file in files]
+    together = plan_relay(files, "all")
+    alone = [plan_relay([file], "one") for file in files]
     assert together is not None
     assert together.grant is not None
     assert all(plan is not None and plan.grant is not None and together.grant.covers(plan.grant) for plan in alone)
@@ -202,7 +193,7 @@ def test_plan_of_several_files_covers_each_of_them(desk: Desk) -> None:
 def test_more_files_than_one_approval_can_name_are_refused(desk: Desk) -> None:
     files = [make_way(desk, f"many/step_{step}.pt").source for step in range(40)]
     with pytest.raises(UsageError, match="41 files are too many for one approval"):
-        plan_relay(files, "all", with_config=True)
+        plan_relay(files, "all")
 
 
 def test_files_of_two_hosts_are_not_one_plan(desk: Desk) -> None:
@@ -229,17 +220,20 @@ def test_protected_destination_is_refused(way: Way) -> None:
         way.desk.relay(way.source, way.desk.place("kpro6", f"{SOURCES}/copy"))
 
 
-def test_both_ends_must_name_a_host(way: Way) -> None:
-    with pytest.raises(UsageError, match="names no host"):
-        way.desk.relay(way.source, Location(None, "/tmp/copy"))
+def test_either_end_may_be_this_machine(way: Way, tmp_path: Path) -> None:
+    here = Location(None, str(tmp_path / "copy"))
+    assert way.desk.relay(way.source, here).bytes == IN_FLIGHT
+    assert (tmp_path / "copy").read_bytes() == way.source_file.read_bytes()
+    way.desk.relay(here, way.destination)
+    assert way.whole()
 
 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda file: None, "No such file or directory"),
-        (lambda file: file.mkdir(), "is a directory: name one file"),
-        (lambda file: os.mkfifo(file), "is not a regular file: name one file"),
+        (lambda file: file.mkdir(), "holds nothing; expected a manifest.json"),
+        (lambda file: os.mkfifo(file), "is neither a file nor a directory: name one"),
         (lambda file: file.touch(), "is empty: relay it when it has been written"),
         (lambda file: file.write_bytes(bytes(2_000_000)), "2 MB, but 1 MB were asked for"),
     ],
@@ -296,9 +290,10 @@ def test_used_up_grant_refuses(desk: Desk) -> None:
     way.source_file.write_bytes(bytes(700_000))
     desk.approve(way.source, max_bytes=1_000_000)
     desk.relay(way.source, way.destination, max_bytes=1_000_000)
+    way.destination_file.unlink()
     with pytest.raises(Refused):
         desk.relay(way.source, way.destination, max_bytes=1_000_000)
-    assert way.destination_file.read_bytes() == bytes(700_000)
+    assert not way.destination_file.exists()
 
 
 def test_directory_as_destination_is_refused(way: Way) -> None:

@@ -14,7 +14,9 @@ DIGEST = "a" * 64
 
 
 def opened(folder: Path, *, identity: str = "state 1", spans: list[tuple[int, int]] = SPANS) -> Journal:
-    with journal.opened("train:/a", "infer:/b", identity, spans, folder=folder) as notes:
+    with journal.opened(
+        "train:/a", "infer:/b", identity, sum(length for _, length in spans), spans, folder=folder
+    ) as notes:
         return notes
 
 
@@ -59,10 +61,10 @@ def test_lost_range_moves_again(tmp_path: Path) -> None:
     "damage",
     [
         lambda content: content | {"version": 2},
-        lambda content: content | {"size": 26},
+        lambda content: content | {"size": 24},
         lambda content: content | {"transfer": "../../etc"},
         lambda content: content | {"extra": 1},
-        lambda content: content | {"spans": content["spans"][1:]},
+        lambda content: content | {"spans": content["spans"][::-1]},
         lambda content: content | {"spans": [{**content["spans"][0], "stored": True}, *content["spans"][1:]]},
     ],
 )
@@ -82,12 +84,12 @@ def test_cut_off_journal_is_none(tmp_path: Path) -> None:
 
 def test_one_process_at_a_time_holds_a_transfer(tmp_path: Path) -> None:
     with (
-        journal.opened("train:/a", "infer:/b", "state", SPANS, folder=tmp_path),
+        journal.opened("train:/a", "infer:/b", "state", 25, SPANS, folder=tmp_path),
         pytest.raises(JournalError, match="train:/a is on its way to infer:/b already"),
-        journal.opened("train:/a", "infer:/b", "state", SPANS, folder=tmp_path),
+        journal.opened("train:/a", "infer:/b", "state", 25, SPANS, folder=tmp_path),
     ):
         pass
-    with journal.opened("train:/a", "infer:/c", "state", SPANS, folder=tmp_path):
+    with journal.opened("train:/a", "infer:/c", "state", 25, SPANS, folder=tmp_path):
         opened(tmp_path)
 
 

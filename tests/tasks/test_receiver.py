@@ -102,7 +102,8 @@ def test_whole_file_is_verified_and_renamed(destination: Open) -> None:
     assert there.names() == WHOLE
     assert (there.directory / "file").read_bytes() == CONTENT
     sidecar = json.loads((there.directory / "file.relay.json").read_text())
-    assert sidecar == {"source": "a test", "transfer": FIRST, "bytes": len(CONTENT), "sha256": DIGEST}
+    about = {"transfer": FIRST, "about": "", "bytes": len(CONTENT), "sha256": DIGEST}
+    assert sidecar == {"source": "a test", **about}
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2)])

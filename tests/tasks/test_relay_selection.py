@@ -1,0 +1,184 @@
+"""What is wanted of a checkpoint, relayed: from a protected host behind its gate, and between files of this machine."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from dflash.checkpoint_layout import ChangedError, DamagedError
+from dflash.errors import DFlashError
+from dflash.manifest import seal
+from tasks.inventory import Location
+from tasks.relay import RelayResult, Settings, estimate, plan_relay, relay
+from tasks.selection import What
+from tests.sshds import Operator
+from tests.tasks.selections import adam, assert_equal, weights
+
+CONFIG = {"architectures": ["DFlashDraftModel"]}
+
+
+@pytest.fixture(autouse=True)
+def settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tasks.relay.SETTLING_SECONDS", 0.0)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    """A training checkpoint of the old kind: weights and twice as much of the optimizer's, a config beside it."""
+    folder = tmp_path / "source"
+    folder.mkdir()
+    state = weights()
+    torch.save({"model_state_dict": state, "optimizer_state_dict": adam(state), "step": 7}, folder / "step_7.pt")
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder / "step_7.pt"
+
+
+def here(path: Path) -> Location:
+    return Location(None, str(path))
+
+
+def relay_here(source: Path, destination: Path, what: What = "drafter", **settings: Any) -> RelayResult:
+    """Without any host; nothing opens a connection."""
+    connector: Any = None
+    progress = settings.pop("progress", None)
+    return relay(connector, None, here(source), here(destination), Settings(what=what, **settings), progress=progress)
+
+
+def test_only_the_drafter_leaves_a_protected_host(operator: Operator, checkpoint: Path, tmp_path: Path) -> None:
+    source = Location(operator.train, str(checkpoint))
+    there = Location(operator.infer, str(tmp_path / "there"))
+    plan = plan_relay([source], "the drafter is read")
+    assert plan is not None
+    request = operator.store.request(plan)
+    approval = operator.store.approve(request.id, reason="test", ca_key=operator.site.ca_key).read
+    result = relay(operator.connector, approval, source, there, Settings(what="drafter"))
+    made = load_file(tmp_path / "there" / "model.safetensors")
+    assert_equal(made, weights(prefix=""))
+    assert json.loads((tmp_path / "there" / "config.json").read_text()) == CONFIG
+    tensors = sum(tensor.nbytes for tensor in made.values())
+    (end,) = operator.events("end")
+    assert tensors <= end["bytes"] < tensors + 300_000 < 0.5 * checkpoint.stat().st_size
+    assert (result.what, result.moved) == ("drafter", result.bytes)
+
+
+def test_wanted_twice_moves_once(checkpoint: Path, tmp_path: Path) -> None:
+    first = relay_here(checkpoint, tmp_path / "there")
+    assert first.moved == first.bytes > 0
+    second = relay_here(checkpoint, tmp_path / "there")
+    assert (second.moved, second.sha256) == (0, first.sha256)
+
+
+def test_other_selection_of_the_same_source_is_not_taken_for_it(checkpoint: Path, tmp_path: Path) -> None:
+    wide = relay_here(checkpoint, tmp_path / "there")
+    narrow = relay_here(checkpoint, tmp_path / "there", dtype="bfloat16")
+    assert narrow.moved > 0
+    assert narrow.bytes < 0.7 * wide.bytes
+    expected = {name: tensor.bfloat16() for name, tensor in weights(prefix="").items()}
+    assert_equal(load_file(tmp_path / "there" / "model.safetensors"), expected)
+
+
+def test_each_state_of_a_source_has_a_folder_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    first = relay_here(checkpoint, tmp_path / "there", by_identity=True)
+    state = weights()
+    state["module.norm.weight"] += 1
+    torch.save({"model_state_dict": state}, checkpoint)
+    second = relay_here(checkpoint, tmp_path / "there", by_identity=True)
+    assert first.destination.path != second.destination.path
+    made = load_file(Path(second.destination.path) / "model.safetensors")
+    assert torch.equal(made["norm.weight"], state["module.norm.weight"])
+
+
+@pytest.mark.parametrize("range_bytes", [1, 3000, 100_000])
+def test_interrupted_relay_goes_on_with_the_records_that_are_missing(
+    checkpoint: Path, tmp_path: Path, range_bytes: int
+) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total * 0.7:
+            raise KeyboardInterrupt
+
+    whole = relay_here(checkpoint, tmp_path / "once")
+    with pytest.raises(KeyboardInterrupt):
+        relay_here(checkpoint, tmp_path / "there", range_bytes=range_bytes, progress=interrupt)
+    assert not (tmp_path / "there" / "model.safetensors").exists()
+    rest = relay_here(checkpoint, tmp_path / "there", range_bytes=range_bytes)
+    assert 0 < rest.moved < 0.5 * rest.bytes
+    assert rest.sha256 == whole.sha256
+    assert_equal(load_file(tmp_path / "there" / "model.safetensors"), weights(prefix=""))
+
+
+def test_record_that_does_not_match_its_checksum_gets_no_name(checkpoint: Path, tmp_path: Path) -> None:
+    content = bytearray(checkpoint.read_bytes())
+    place = content.index(weights()["module.norm.weight"].numpy().tobytes())
+    content[place] ^= 1
+    checkpoint.write_bytes(content)
+    with pytest.raises(DamagedError, match="does not match its checksum"):
+        relay_here(checkpoint, tmp_path / "there")
+    assert not (tmp_path / "there" / "model.safetensors").exists()
+
+
+def test_torch_file_with_holes_is_as_large_and_takes_no_space(checkpoint: Path, tmp_path: Path) -> None:
+    result = relay_here(checkpoint, tmp_path / "there", output="pt")
+    made = tmp_path / "there" / "step_7.pt"
+    assert made.stat().st_size == checkpoint.stat().st_size
+    assert made.stat().st_blocks * 512 < 0.6 * checkpoint.stat().st_size
+    assert result.moved < 0.6 * checkpoint.stat().st_size
+    assert_equal(torch.load(made, mmap=True, weights_only=True)["model_state_dict"], weights())
+
+
+def step(folder: Path) -> Path:
+    """A ``step_N/`` as the trainer writes it."""
+    made = folder / "step_9"
+    made.mkdir()
+    save_file(weights(prefix=""), made / "drafter.safetensors")
+    (made / "config.json").write_text(json.dumps(CONFIG))
+    (made / "training_state.pt").write_bytes(os.urandom(100_000))
+    seal(made, step=9, metrics={}, recipe={})
+    return made
+
+
+def test_step_arrives_with_its_manifest_last_and_without_its_training_state(tmp_path: Path) -> None:
+    made = step(tmp_path)
+    result = relay_here(made, tmp_path / "there")
+    names = [os.path.basename(file.path) for file in result.files]
+    assert names[-1] == "manifest.json"
+    assert "training_state.pt" not in names
+    assert all((tmp_path / "there" / name).read_bytes() == (made / name).read_bytes() for name in names)
+
+
+def test_all_of_a_directory_arrives(tmp_path: Path) -> None:
+    made = step(tmp_path)
+    relay_here(made, tmp_path / "there", what="all")
+    for path in made.iterdir():
+        assert (tmp_path / "there" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_file_of_a_step_that_is_not_what_its_manifest_says_gets_no_name(tmp_path: Path) -> None:
+    made = step(tmp_path)
+    content = bytearray((made / "drafter.safetensors").read_bytes())
+    content[-1] ^= 1
+    (made / "drafter.safetensors").write_bytes(content)
+    with pytest.raises(DFlashError, match=r"its checkpoint says [0-9a-f]{64}: it is damaged at its source"):
+        relay_here(made, tmp_path / "there")
+    assert not any(".part-" in name or name == "drafter.safetensors" for name in os.listdir(tmp_path / "there"))
+
+
+def test_checkpoint_that_is_still_written_is_not_relayed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.relay.time.sleep", lambda seconds: os.utime(checkpoint, (0, 0)))
+    with pytest.raises(ChangedError, match="between two looks: it is still being written"):
+        relay_here(checkpoint, tmp_path / "there")
+    assert not (tmp_path / "there").exists()
+
+
+def test_plan_tells_what_would_move(checkpoint: Path) -> None:
+    connector: Any = None
+    found = estimate(connector, None, here(checkpoint), Settings(what="drafter"))
+    tensors = sum(tensor.nbytes for tensor in weights().values())
+    assert found.source_bytes > checkpoint.stat().st_size
+    assert tensors < found.moving_bytes < tensors + 300_000
+    assert found.streams == 1
