@@ -139,6 +139,11 @@ def _authorized_keys_text(inventory: Inventory, host: Host) -> str:
             f"gate_state of {host.name} is {DEFAULT_STATE}, which {host.user} cannot make; set it in hosts.yaml to a "
             f"folder of that login's own, such as /home/{host.user}/{GATE_HOME}/state"
         )
+    if inventory.guard.two_person:
+        raise UsageError(
+            f"guard.two_person needs enforcement: host, and {host.name} has authorized-keys: its gate does not see "
+            "which request a certificate is for, so it could not tell what the second person signed"
+        )
     return _filled(
         "setup-authorized-keys.sh",
         **_common(inventory, host),

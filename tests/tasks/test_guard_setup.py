@@ -236,6 +236,9 @@ def test_two_persons_are_in_the_gates_configuration(site: Site, tmp_path: Path) 
     assert configuration["second_persons"] == {"second": public_line(tmp_path / "second")}
     assert configuration["host_keys"] == [public_keys.fingerprint(key) for key in operator.train.host_keys]
     assert "job" not in configuration
+    keys_only = operator.train.model_copy(update={"enforcement": "authorized-keys", "gate_state": "/home/d/.dflash/s"})
+    with pytest.raises(UsageError, match="two_person needs enforcement: host"):
+        setup_text(operator.inventory, keys_only)
 
 
 def test_client_enforcement_is_told_to_be_passable(site: Site, tmp_path: Path) -> None:
