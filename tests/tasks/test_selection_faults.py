@@ -214,6 +214,8 @@ DAMAGES: dict[str, tuple[Callable[[bytearray], None], str]] = {
         lambda data: data.__setitem__(slice(-98 + 24, -98 + 40), struct.pack("<QQ", 9, 9)),
         "no end",
     ),
+    "two lengths of a record": (lambda data: directory_field(data, "a/data/0", 20, b"\x05"), "compressed or encrypted"),
+    "the length of a comment that is not there": (lambda data: data.__setitem__(-2, 5), "no end"),
     "a comment behind the end": (lambda data: data.extend(b"comment"), "no end"),
     "a large size without its number": (
         lambda data: directory_field(data, "a/data/0", 20, b"\xff\xff\xff\xff\xff\xff\xff\xff"),
