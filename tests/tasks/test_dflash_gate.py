@@ -221,8 +221,8 @@ def test_each_path_of_a_grant_is_pinned_for_itself(program: Program, tree: Path)
 @pytest.mark.parametrize("place", ["path", "root"])
 def test_a_file_swapped_between_stat_and_read_is_refused(program: Program, tree: Path, place: str) -> None:
     step = tree / "step.pt"
-    approval = program.operator.approve(**{place: str(step if place == "path" else tree)})
-    talk = program.talk(approval)
+    where: dict[str, Any] = {place: str(step if place == "path" else tree)}
+    talk = program.talk(program.operator.approve(**where))
     found = talk.ask(verb="stat", path=str(step))
     other = tree / "step.new"
     other.write_bytes(bytes(3 * MIB))

@@ -42,7 +42,8 @@ def test_two_persons_have_to_sign(program: Program, second: Path, tmp_path: Path
     mark = tmp_path / "mark"
     approval = approve_change(program.operator, leave_mark(program.operator.train, mark))
     text = f"{approval.digest} {approval.id}"
-    other = make_key(tmp_path / "other") and tmp_path / "other"
+    other = tmp_path / "other"
+    make_key(other)
     good = _signed(second, text)
     for bad in (
         b"",
@@ -158,15 +159,15 @@ def test_settings_that_are_not_whole_serve_nothing(program: Program, tmp_path: P
 
 
 def test_two_sessions_together_keep_to_the_limit_of_the_host(program: Program, tmp_path: Path) -> None:
-    limit, size = 16 * MIB, 12 * MIB
+    limit, size = 8 * MIB, 10 * MIB
     program.configure(read_limit=limit)
-    talks = []
-    begun = time.monotonic()
-    for number in range(2):
-        file = tmp_path / str(number)
+    files = [tmp_path / str(number) for number in range(2)]
+    for file in files:
         file.write_bytes(bytes(size))
-        talks.append(program.talk(program.operator.approve(path=str(file))))
-        talks[-1].send(line({"verb": "hash", "path": str(file)}))
+    talks = [program.talk(program.operator.approve(path=str(file))) for file in files]
+    begun = time.monotonic()
+    for talk, file in zip(talks, files, strict=True):
+        talk.send(line({"verb": "hash", "path": str(file)}))
     for talk in talks:
         assert "sha256" in talk.running.communicate()[0].decode()
     # the first chunk and 50 ms worth of bytes go at once

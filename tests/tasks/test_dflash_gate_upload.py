@@ -52,7 +52,7 @@ def store() -> Iterator[Any]:
 
 def _upload(program: Program, store: Any, file: Path, *spans: tuple[int, int], **more: Any) -> Upload:
     found = file.stat()
-    fields = {
+    fields: dict[str, Any] = {
         "host": "train",
         "host_keys": program.operator.train.fingerprints,
         "seconds": 30,
