@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tasks import process
 
@@ -34,16 +35,28 @@ def at_a_terminal(
     assert child.stdin is not None
     assert child.stdout is not None
     said = answered = ""
-    for question, answer in dialogue:
-        while question not in said[len(answered) :]:
-            assert select.select([child.stdout], [], [], 60)[0], said
-            part = os.read(child.stdout.fileno(), 4096).decode()
-            assert part, said
+    try:
+        for question, answer in dialogue:
+            while question not in said[len(answered) :]:
+                part = _next(child.stdout, said)
+                assert part, said
+                said += part
+            answered = said
+            time.sleep(0.2)  # ssh-keygen throws away what was typed before it asked
+            child.stdin.write(answer.encode() + b"\n")
+            child.stdin.flush()
+        while part := _next(child.stdout, said):
             said += part
-        answered = said
-        time.sleep(0.2)  # ssh-keygen throws away what was typed before it asked
-        child.stdin.write(answer.encode() + b"\n")
-        child.stdin.flush()
-    said += child.stdout.read().decode()
-    child.stdin.close()
-    return child.wait(), said
+    except BaseException:
+        child.kill()
+        raise
+    finally:
+        child.stdin.close()
+        status = child.wait()
+    return status, said
+
+
+def _next(screen: IO[bytes], said: str) -> str:
+    """What appears next; empty at the end. A program that waits for an answer that nobody gives fails the test."""
+    assert select.select([screen], [], [], 60)[0], f"it waits: {said}"
+    return os.read(screen.fileno(), 4096).decode("utf-8", "replace")
