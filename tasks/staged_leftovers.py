@@ -57,7 +57,7 @@ def sweep(store: ObjectStore, *, now: Callable[[], float] = time.time) -> list[s
             groups.setdefault(chunk[1], []).append(found)
         elif PROBE.fullmatch(name):
             groups.setdefault(name, []).append(found)
-    abandoned = _remembered(store) - _going_on()
+    abandoned = _remembered(store) - transfers_going_on()
     deleted: list[str] = []
     for group, objects in groups.items():
         newest = max(found.modified.timestamp() for found in objects)
@@ -84,7 +84,7 @@ def _remembered(store: ObjectStore) -> set[str]:
     return found
 
 
-def _going_on() -> set[str]:
+def transfers_going_on() -> set[str]:
     """The transfers that a journal can go on with."""
     found = set()
     for journal in _notes().glob("*.json"):

@@ -163,7 +163,7 @@ class StagedTransfer:
             except FetchError as error:
                 if error.status == 404:
                     return None
-                if 400 <= error.status < 500:
+                if not error.may_pass:
                     refused += 1
                     # what is wrong with the credentials, the bucket or the clock is told to this machine at length
                     self.store.find(key)

@@ -57,6 +57,11 @@ class FetchError(TransferError):
         super().__init__(message)
         self.status = status
 
+    @property
+    def may_pass(self) -> bool:
+        """Whether the store, or the way to it, is the trouble: it may be over soon."""
+        return self.status == 0 or self.status >= 500
+
 
 class Digest(Protocol):
     """What hashlib's objects are."""

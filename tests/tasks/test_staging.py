@@ -5,6 +5,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,12 +14,15 @@ from typing import Any
 import pytest
 
 from dflash.errors import DFlashError
-from tasks import staging
+from tasks import staged_senders, staging
+from tasks.actions import Upload
+from tasks.approvals import Approval, Approved
 from tasks.inventory import Location
 from tasks.object_store import ObjectStore, StoreAccessError, StoreBusyError, StoreError
+from tasks.plans import Plan
 from tasks.relay import RelayResult, Settings, plan_relay, relay
 from tasks.staged_leftovers import sweep
-from tasks.staged_relay import relay_staged
+from tasks.staged_relay import plan_staged_uploads, relay_staged
 from tasks.transfer import Progress
 from tests.object_stores import BUCKET, StoreServer
 from tests.sshds import Operator
@@ -44,16 +48,19 @@ class Way:
     state: Path
     notices: list[str] = dataclasses.field(default_factory=list)
 
+    def __post_init__(self) -> None:
+        self.source_host = self.operator.train
+
     @property
     def source(self) -> Location:
-        return Location(self.operator.train, str(self.source_file))
+        return Location(self.source_host, str(self.source_file))
 
     @property
     def destination(self) -> Location:
         return Location(self.operator.infer, str(self.destination_file))
 
     def relay(self, progress: Progress | None = None, **changes: Any) -> RelayResult:
-        settings = Settings(range_bytes=CHUNK, patience=1.0)
+        settings = Settings(range_bytes=CHUNK, patience=30.0)
         approval = self._approval()
         return relay_staged(
             self.operator.connector,
@@ -65,7 +72,7 @@ class Way:
         )
 
     def relay_over_ssh(self, progress: Progress | None = None) -> RelayResult:
-        settings = Settings(range_bytes=CHUNK, patience=1.0, streams=1)
+        settings = Settings(range_bytes=CHUNK, patience=30.0, streams=1)
         return relay(
             self.operator.connector,
             self._approval(),
@@ -75,9 +82,26 @@ class Way:
             progress=progress,
         )
 
-    def _approval(self) -> Any:
-        plan = plan_relay([self.source], "a test reads it")
+    def plan_uploads(self) -> Plan:
+        plan = plan_staged_uploads(
+            self.operator.connector,
+            self.store,
+            self._approval(),
+            self.source,
+            self.destination,
+            settings=Settings(range_bytes=CHUNK),
+        )
         assert plan is not None
+        return plan
+
+    def approve_uploads(self) -> Approved:
+        store = self.operator.store
+        return store.approve(store.request(self.plan_uploads()).id, reason="test", ca_key=self.operator.site.ca_key)
+
+    def _approval(self) -> Approval | None:
+        plan = plan_relay([self.source], "a test reads it")
+        if plan is None:
+            return None
         store, ca_key = self.operator.store, self.operator.site.ca_key
         approved = store.find(plan) or store.approve(store.request(plan).id, reason="test", ca_key=ca_key, seconds=600)
         return approved.read
@@ -262,6 +286,71 @@ class TestFaults:
         content = bytearray(way.server.content(key))
         content[1000] ^= 1
         way.server.client().put_object(Bucket=BUCKET, Key=key, Body=bytes(content))
+
+
+class TestByHost:
+    """The source's host puts the chunks into the store by itself."""
+
+    def test_unprotected_host_does_without_being_asked(self, way: Way) -> None:
+        way.source_host = way.operator.infer
+        result = way.relay()
+        assert way.whole()
+        assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
+        assert (result.moved, way.notices) == (SIZE, [])
+
+    def test_protected_host_does_what_was_approved_and_nothing_is_read_by_this_machine(
+        self, way: Way, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(staged_senders, "PARTS_AT_ONCE", 3)
+        uploads = way.approve_uploads()
+        assert [len(approval.action.parts) for approval in uploads.approvals] == [3, 3]  # type: ignore[attr-defined]
+        way.relay(uploads=uploads)
+        assert way.whole()
+        ends = {entry["serial"]: entry for entry in way.operator.events("end")}
+        assert [ends[approval.serial]["bytes"] for approval in uploads.approvals] == [3 * CHUNK, SIZE - 3 * CHUNK]
+        assert sum(entry["bytes"] for entry in ends.values()) == SIZE
+
+    def test_chunk_that_is_lost_behind_a_spent_approval_is_read_by_the_grant(
+        self, way: Way, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        TestFaults._before_first_fetch(
+            monkeypatch,
+            lambda: way.server.client().delete_object(Bucket=BUCKET, Key=way.server.keys()[0]),
+        )
+        uploads = way.approve_uploads()
+        way.relay(uploads=uploads)
+        assert way.whole()
+        read = sum(entry["bytes"] for entry in way.operator.events("end")) - SIZE
+        assert read == CHUNK
+
+    def test_plan_names_every_byte_and_object_and_is_the_same_until_something_arrives(self, way: Way) -> None:
+        plan = way.plan_uploads()
+        assert plan == way.plan_uploads()
+        (upload,) = plan.changes
+        assert isinstance(upload, Upload)
+        assert (upload.bytes, upload.endpoint, upload.bucket) == (SIZE, way.server.endpoint, BUCKET)
+        with pytest.raises(ZeroDivisionError):
+            way.relay(broken_at(0.6))
+        (rest,) = way.plan_uploads().changes
+        assert isinstance(rest, Upload)
+        assert set(rest.parts) < set(upload.parts)
+
+    def test_store_that_is_busy_for_the_host_is_waited_for(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The host's own word on it is not one that tells busy from broken."""
+        way.source_host = way.operator.infer
+        sign, busy = ObjectStore.presign_put, [True]
+
+        def expired(store: ObjectStore, key: str, **more: Any) -> str:
+            return (
+                sign(store, key, seconds=-5) if "probe" not in key and busy and busy.pop() else sign(store, key, **more)
+            )
+
+        monkeypatch.setattr(ObjectStore, "presign_put", expired)
+        way.relay()
+        assert way.whole()
+        (notice,) = way.notices
+        assert re.search(r"took no 'relay/.*: 40[03]", notice)
+        assert "X-Amz" not in notice
 
 
 def broken_at(share: float) -> Progress:
