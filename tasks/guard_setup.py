@@ -37,11 +37,12 @@ def setup_text(inventory: Inventory, host: Host) -> str:
         raise UsageError(f"{host.name} is not protected, so nothing is set up there; protected are the training hosts")
     if host.enforcement == "client":
         return _filled("setup-client.txt", user=host.user, name=host.name, address=host.address)
-    if not re.fullmatch(r"[A-Za-z0-9/._-]+", host.gate_state):
-        raise UsageError(
-            f"gate_state '{escape(host.gate_state)}' of {host.name} cannot stand in sshd's configuration; "
-            "use letters, digits and . _ - only"
-        )
+    for name, path in (("gate_state", host.gate_state), ("gate", gate_path(host))):
+        if not re.fullmatch(r"[A-Za-z0-9/._-]+", path):
+            raise UsageError(
+                f"{name} '{escape(path)}' of {host.name} cannot stand in sshd's configuration; "
+                "use letters, digits and . _ - only"
+            )
     return (
         _authorized_keys_text(inventory, host) if host.enforcement == "authorized-keys" else _host_text(inventory, host)
     )
@@ -49,6 +50,8 @@ def setup_text(inventory: Inventory, host: Host) -> str:
 
 def gate_path(host: Host) -> str:
     """Where the gate program lies on ``host`` once it is set up."""
+    if host.gate is not None:
+        return host.gate
     if host.enforcement == "authorized-keys":
         # both are in the folder that the login made in its home
         return f"{host.gate_state.rpartition('/')[0]}/dflash-gate"
@@ -85,7 +88,7 @@ def match_block(host: Host) -> str:
         ca=CA,
         principals=PRINCIPALS,
         revoked=f"{host.gate_state}/revoked",
-        gate=GATE,
+        gate=gate_path(host),
         config=CONFIGURATION,
     ).rstrip("\n")
 
@@ -107,7 +110,7 @@ def _host_text(inventory: Inventory, host: Host) -> str:
     return _filled(
         "setup-host.sh",
         **_common(inventory, host),
-        gate=GATE,
+        gate=gate_path(host),
         config=CONFIGURATION,
         configuration=gate_configuration(inventory, host),
         ca=CA,
@@ -129,7 +132,9 @@ def _job_user_text(host: Host) -> str:
             f"job_user of {host.name} is {host.job_user}, and what is approved to run must not own the budgets; "
             "name the user that trains, or leave it out"
         )
-    sudoers = _filled("sudoers", user=host.user, job_user=host.job_user, gate=GATE, perform=PERFORM).rstrip("\n")
+    sudoers = _filled("sudoers", user=host.user, job_user=host.job_user, gate=gate_path(host), perform=PERFORM).rstrip(
+        "\n"
+    )
     return _filled("setup-job-user.sh", user=host.user, job_user=host.job_user, sudoers=sudoers)
 
 

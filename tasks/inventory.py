@@ -159,6 +159,8 @@ class Host(Section):
     """Who refuses what is not approved: the host's sshd, its authorized_keys, or only this program."""
     gate_state: RemotePath = "/var/lib/dflash-gate"
     """Where the gate keeps budgets, spent serials and its log."""
+    gate: RemotePath | None = None
+    """The gate program; none: where ``guard setup`` puts it."""
     job_user: Word | None = None
     """Who commands run as, where the gate may change to them; none: as the login."""
     read_limit: Rate = 200_000_000

@@ -287,6 +287,8 @@ class Lab:
             "enforcement": "host",
             "read_limit": f"{READ_LIMIT // 10**6}MB/s",
             "checkpoints": self.seen(TRAINING, CHECKPOINTS),
+            "gate": self.seen(TRAINING, GATE),
+            "gate_state": self.seen(TRAINING, GATE_STATE),
         }
         inference = {
             "role": "inference",

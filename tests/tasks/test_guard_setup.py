@@ -21,7 +21,7 @@ from tasks.doctor_sessions import full_plan
 from tasks.errors import Refused
 from tasks.finding import Finding
 from tasks.guard_doctor import diagnose
-from tasks.guard_setup import GATE, authorized_keys_line, gate_configuration, gate_sha256, setup_text
+from tasks.guard_setup import CONFIGURATION, GATE, authorized_keys_line, gate_configuration, gate_sha256, setup_text
 from tasks.identities import Identities
 from tasks.inventory import Inventory, parse
 from tasks.lab_isolated import can_isolate
@@ -230,6 +230,15 @@ def test_the_job_user_gets_one_line_of_sudoers_and_the_gate_a_prefix(site: Site,
     ]  # fmt: skip
 
 
+def test_a_gate_elsewhere_is_set_up_there(site: Site, tmp_path: Path) -> None:
+    known = site.operator(tmp_path, train={"user": LOGIN, "gate": "/opt/gate", "job_user": "train"}).inventory
+    text = setup_text(known, known.host("train"))
+    assert f"ForceCommand /opt/gate {CONFIGURATION}" in text
+    assert "-m 0755 dflash-gate /opt/gate\n" in text
+    assert GATE not in text
+    assert full_plan(known.host("train")).grant.paths == ("/opt/gate",)  # type: ignore[union-attr]
+
+
 def test_two_persons_are_in_the_gates_configuration(site: Site, tmp_path: Path) -> None:
     operator = with_second_person(site.operator(tmp_path / "operator"), tmp_path / "second")
     configuration = json.loads(gate_configuration(operator.inventory, operator.train))
@@ -255,6 +264,7 @@ def test_client_enforcement_is_told_to_be_passable(site: Site, tmp_path: Path) -
         ({"user": LOGIN, "job_user": "root"}, "must not own the budgets"),
         ({"user": LOGIN, "job_user": LOGIN}, "must not own the budgets"),
         ({"user": LOGIN, "gate_state": "/var/lib/$(id)"}, "letters, digits"),
+        ({"user": LOGIN, "gate": "/opt/a b/dflash-gate"}, "gate '/opt/a b/dflash-gate'"),
         ({"user": LOGIN, "enforcement": "authorized-keys"}, f"/home/{LOGIN}/.dflash/state"),
     ],
 )
