@@ -234,7 +234,7 @@ def test_a_second_transfer_slot_is_needed_by_run_and_none_by_an_emergency(change
     talks = [program.talk(operator.approve(root=str(tmp_path))) for _ in range(2)]
     mark = leave_mark(changes.host, tmp_path / "mark")
     status, replies = changes.of(mark)
-    assert (status, replies[0]["spent"]) == (77, False)
+    assert (status, replies[0]["spent"], replies[0]["kind"]) == (77, False, "busy")
     assert "2 sessions are open" in replies[0]["message"]
     assert changes.of(changes.named(Revoke, serial=5))[0] == 0
     (tmp_path / "jobs").mkdir()
