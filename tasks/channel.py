@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 from dflash.errors import DFlashError
 from tasks.actions import Action, ReadGrant, said
 from tasks.approvals import Approval
-from tasks.errors import Refused
+from tasks.errors import FileChanged, HostBusy, Refused
 from tasks.inventory import Host
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.sent_gate import ordinary_argv
@@ -177,7 +177,7 @@ class Channel:
         except (ValueError, KeyError, TypeError, RecursionError):
             raise self.broken(f"it answered {line[:60]!r}") from None
         if reply.get("refused"):
-            raise self._refused(message, spent=bool(reply.get("spent")))
+            raise self._refused(message, spent=bool(reply.get("spent")), kind=reply.get("kind"))
         raise RequestFailed(f"{self.host.name}: {said(message)}", message)
 
     def has_ended(self) -> bool:
@@ -196,7 +196,7 @@ class Channel:
         if status == Refused.exit_code:
             with suppress(ValueError, KeyError, TypeError, RecursionError):
                 reply = json.loads(last)
-                return self._refused(str(reply["message"]), spent=bool(reply["spent"]))
+                return self._refused(str(reply["message"]), spent=bool(reply["spent"]), kind=reply.get("kind"))
             return self._refused(last)
         if status != EXIT_SSH_FAILED:
             return self.broken(f"it ended with exit status {status}: {said(last) or 'no word'}")
@@ -287,14 +287,15 @@ class Channel:
             return error
         return self.broken("it talks on and does not read")
 
-    def _refused(self, why: str, *, spent: bool = False) -> Refused:
+    def _refused(self, why: str, *, spent: bool = False, kind: object = None) -> Refused:
         message = f"{self.host.name} refused: {said(why) or 'no word why'}"
+        refusal = HostBusy if kind == "busy" else FileChanged if kind == "changed" else Refused
         if self.approval is None:
-            return Refused(message)
+            return refusal(message)
         if spent and isinstance(self.approval.action, ReadGrant):
             # a change is spent already; the others of its request are not
             self.connector.store.retire(self.approval.id, message)
-        return Refused(message, request_id=self.approval.id)
+        return refusal(message, request_id=self.approval.id)
 
     def _wait(self, seconds: float) -> int | None:
         """The process's exit status; None when it goes on for longer than that."""

@@ -18,7 +18,7 @@ from tasks.actions import escape
 from tasks.approvals import Approval, ApprovalStore
 from tasks.certificates import Certificate
 from tasks.deciding import BREAK_GLASS_SECONDS, CLOCK_SKEW_SECONDS
-from tasks.errors import Refused
+from tasks.errors import FileChanged, HostBusy, Refused
 from tasks.inventory import Host, Inventory
 
 CLIENT_WARNING = (
@@ -87,7 +87,7 @@ class LocalBudget:
             if renew or path not in self._seen:
                 self._seen[path] = tuple(identity)
             if self._seen[path] != tuple(identity):
-                raise Refused(f"'{escape(path)}' changed while read: it is not the file that was first seen")
+                raise FileChanged(f"'{escape(path)}' changed while read: it is not the file that was first seen")
             return
         name = hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
         file = self._folder / f"{self._approval.serial}-{name}"
@@ -97,7 +97,7 @@ class LocalBudget:
         except OSError as error:
             raise _unusable(file, error) from None
         if seen != found:
-            raise Refused(
+            raise FileChanged(
                 f"'{escape(path)}' is not the file that was first seen under this approval; ask for a new one"
             )
 
@@ -121,7 +121,9 @@ def _take_slot(folder: Path, host: str) -> int:
                 return slot
     except OSError as error:
         raise _unusable(folder, error) from None
-    raise Refused(f"{host}: {CONCURRENT_SESSIONS} sessions are open on this host already; try again when one has ended")
+    raise HostBusy(
+        f"{host}: {CONCURRENT_SESSIONS} sessions are open on this host already; try again when one has ended"
+    )
 
 
 def _first_written(file: Path, content: str) -> str:

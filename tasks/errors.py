@@ -11,3 +11,11 @@ class Refused(DFlashError):
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
         super().__init__(message)
         self.request_id = request_id
+
+
+class HostBusy(Refused):
+    """No session slot is free on the host; it can be tried again."""
+
+
+class FileChanged(Refused):
+    """A file is not any more what was first seen of it under the approval."""

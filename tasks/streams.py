@@ -17,11 +17,12 @@ from typing import Any, Protocol, TypeVar
 from dflash.errors import DFlashError
 from tasks.channel import GateError, RequestFailed
 from tasks.ends import Reader
-from tasks.errors import Refused
+from tasks.errors import FileChanged, HostBusy
 from tasks.journal import Journal, Span
 from tasks.ssh import ConnectionFailed
 from tasks.transfer import (
     Moved,
+    Opened,
     Pace,
     Progress,
     Receiver,
@@ -38,8 +39,6 @@ CONNECTS_AT_ONCE = 3
 MOST_BROKEN_RANGES = 5
 """So often may the link break in the middle of a range without one arriving before the transfer gives up."""
 PROGRESS_SECONDS = 0.1
-BUSY = "sessions are open on this host already"
-CHANGED = "changed while read"
 
 T = TypeVar("T")
 
@@ -119,7 +118,7 @@ class Transfer:
         """Remove what arrived, if the destination can be reached."""
         self.journal.remove()
         with suppress(DFlashError), self.ends.receiver() as receiver:
-            receiver.open(self.path, self.content.size, self.journal.transfer)
+            self._open(receiver)
             receiver.discard()
 
     # --- the first stream
@@ -142,9 +141,7 @@ class Transfer:
 
     def _open_transfer(self, receiver: Receiver) -> str | None:
         """Reserve the space, or find out what is there of an earlier try; the sha256 when all of it was finished."""
-        opened = receiver.open(
-            self.path, self.content.size, self.journal.transfer, about=self.journal.about, sparse=self.journal.sparse
-        )
+        opened = self._open(receiver)
         if opened.committed is not None:
             if not self._reached:
                 self.missing = 0
@@ -167,6 +164,10 @@ class Transfer:
         if not self._reached:
             self._reached, self.missing = True, sum(span.length for span in self._waiting)
         return None
+
+    def _open(self, receiver: Receiver) -> Opened:
+        notes = self.journal
+        return receiver.open(self.path, self.content.size, notes.transfer, about=notes.about, sparse=notes.sparse)
 
     def _commit(self, receiver: Receiver) -> str:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
@@ -335,11 +336,10 @@ def is_lost_link(error: DFlashError) -> bool:
     """Whether only the connection failed, so that another one can go on."""
     if isinstance(error, RequestFailed):
         return False
-    if isinstance(error, Refused):
-        # what a lost session leaves is counted by the host until its sshd notices
-        return BUSY in str(error)
-    return isinstance(error, GateError | ConnectionFailed | ReceiverLostError)
+    # what a lost session leaves is counted by the host until its sshd notices
+    return isinstance(error, GateError | ConnectionFailed | ReceiverLostError | HostBusy)
 
 
 def is_of_changed_source(error: DFlashError) -> bool:
-    return isinstance(error, SourceChangedError) or (isinstance(error, Refused) and CHANGED in str(error))
+    """Whether the source is not any more what it was, so that what arrived of it is of use to nobody."""
+    return isinstance(error, SourceChangedError | FileChanged)

@@ -12,7 +12,7 @@ import pytest
 from tasks import changes, process
 from tasks.approvals import Approval
 from tasks.channel import RequestFailed
-from tasks.errors import Refused
+from tasks.errors import FileChanged, Refused
 from tasks.gate import GateSession, open_session
 from tests.changing import approve_change, shell, with_second_person
 from tests.sshds import Operator, Site
@@ -130,7 +130,7 @@ def test_a_file_is_the_one_that_was_first_seen_over_all_sessions(client: Operato
         assert session.stat(str(step)).size == 50
         session.stat(str(step))
         step.write_bytes(os.urandom(51))
-        with pytest.raises(Refused, match="changed while read"):
+        with pytest.raises(FileChanged, match="changed while read"):
             _read(session, step, 0, 50)
 
 

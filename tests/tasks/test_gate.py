@@ -12,7 +12,7 @@ import pytest
 from tasks import channel, public_keys, sent_gate
 from tasks.approvals import Approval
 from tasks.channel import GateError
-from tasks.errors import Refused
+from tasks.errors import FileChanged, HostBusy, Refused
 from tasks.gate import GateSession, open_session
 from tasks.ssh import ConnectionFailed, HostKeyError
 from tests.sshds import Operator, Site
@@ -77,7 +77,7 @@ def test_a_failed_request_leaves_the_session_usable(session: GateSession, step: 
 def test_a_file_that_changes_is_refused(session: GateSession, step: Path) -> None:
     session.stat(str(step))
     step.write_bytes(b"other")
-    with pytest.raises(Refused, match="changed while read"):
+    with pytest.raises(FileChanged, match="changed while read"):
         session.hash(str(step))
     with pytest.raises(GateError, match="has ended"):
         session.stat(str(step))
@@ -270,7 +270,9 @@ def test_a_third_session_is_refused_and_the_approval_stays(operator: Operator, s
         open_session(operator.connector, operator.train, approval),
         open_session(operator.connector, operator.train, approval),
     ):
-        assert "2 sessions are open" in str(_refusal(operator, approval, step))
+        refusal = _refusal(operator, approval, step)
+        assert isinstance(refusal, HostBusy)
+        assert "2 sessions are open" in str(refusal)
     with open_session(operator.connector, operator.train, approval) as session:
         assert session.stat(str(step)).kind == "file"
 
