@@ -2,6 +2,7 @@
 
 import json
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -71,18 +72,24 @@ class Program:
 
     def change(self, approval: Approval, *lines: bytes) -> tuple[int, list[Any]]:
         """Exit status and replies of a change; stdin stays open until it is done."""
-        running = self.start(approval)
-        assert running.stdin is not None
-        assert running.stdout is not None
-        running.stdin.write(b"\n".join([approval.action.canonical(), *lines]) + b"\n")
-        running.stdin.flush()
-        replies = [json.loads(line) for line in running.stdout]
-        return_code = running.wait(60)
-        running.stdin.close()
-        return return_code, replies
+        return exchange(self.start(approval), approval.action.canonical(), *lines)
 
     def logged(self) -> list[dict[str, Any]]:
         return [json.loads(line) for line in (self.state / "gate.log").read_text().splitlines()]
+
+
+def exchange(running: Popen[bytes], *lines: bytes) -> tuple[int, list[Any]]:
+    """Say ``lines``, wait with stdin open until the program has ended, and return its exit status and replies."""
+    assert running.stdin is not None
+    assert running.stdout is not None
+    with suppress(BrokenPipeError):  # it may refuse before it has heard them
+        running.stdin.write(b"\n".join(lines) + b"\n")
+        running.stdin.flush()
+    replies = [json.loads(line) for line in running.stdout]
+    status = running.wait(60)
+    with suppress(BrokenPipeError):
+        running.stdin.close()
+    return status, replies
 
 
 def line(request: dict[str, Any]) -> bytes:

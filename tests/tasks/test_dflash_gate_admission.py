@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from tasks import process
+from tasks.process import PIPE
 from tests.changing import approve_change, leave_mark, shell
-from tests.gate_talk import Program, line
+from tests.gate_talk import Program, exchange, line
 from tests.guard_state import make_key
 from tests.sshds import GATE, Operator
 
@@ -93,11 +94,9 @@ def test_a_forced_command_says_digest_serial_and_end(program: Program, tmp_path:
     approval = approve_change(program.operator, leave_mark(program.operator.train, mark))
 
     def start(*arguments: object) -> tuple[int, Any]:
-        argv = [".dflash/dflash-gate", *map(str, arguments)]
-        content = approval.action.canonical().decode() + "\n"
-        script = 'cd "$0" && (cat; sleep 3) | "$@"'
-        finished = process.run(["/bin/sh", "-c", script, str(home.parent), *argv], input=content, check=False)
-        return finished.returncode, json.loads(finished.stdout.splitlines()[-1])
+        argv = ["env", "-C", str(home.parent), ".dflash/dflash-gate", *map(str, arguments)]
+        status, replies = exchange(process.start(argv, stdin=PIPE, stdout=PIPE), approval.action.canonical())
+        return status, replies[-1]
 
     now = int(time.time())
     for wrong in (
