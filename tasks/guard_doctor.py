@@ -17,7 +17,7 @@ from tasks.actions import said
 from tasks.approvals import Approved
 from tasks.certificates import PRINCIPAL, CertificateError
 from tasks.finding import Finding, Status
-from tasks.identities import Identities, Identity, identities_here
+from tasks.identities import Identities, Identity, agent_identities, identities_here
 from tasks.inventory import Host
 from tasks.offers import Offers, hear, identity_in, place
 from tasks.ssh import Connector, HostKeyError, effective_settings
@@ -97,8 +97,7 @@ def ca_key(connector: Connector) -> Finding:
     """Whether the CA's private key can sign on this machine without the operator."""
     name, guard = "CA key", connector.inventory.guard
     blob = public_keys.blob(guard.ca_public_key)
-    held = [one for one in identities_here(folder=connector.store.folder).found if one.where == "agent"]
-    if any(public_keys.blob(one.line) == blob for one in held):
+    if any(public_keys.blob(one.line) == blob for one in agent_identities()):
         return Finding(
             name,
             "warn",

@@ -7,7 +7,7 @@ half.
 import base64
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +42,7 @@ def identities_here(files: Iterable[Path] = (), folder: Path | None = None) -> I
     """The keys of the ssh agent, of ``folder`` (by default ``~/.ssh``) and of ``files``."""
     folder = Path.home() / ".ssh" if folder is None else folder
     inside = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
-    found, unread = list(_of_the_agent()), []
+    found, unread = agent_identities(), []
     for file in dict.fromkeys([*inside, *files]):
         try:
             text = file.read_text("ascii", "replace")
@@ -59,13 +59,14 @@ def identities_here(files: Iterable[Path] = (), folder: Path | None = None) -> I
     return Identities(tuple(reversed(once.values())), tuple(unread))
 
 
-def _of_the_agent() -> Iterator[Identity]:
+def agent_identities() -> list[Identity]:
+    """The keys that the ssh agent holds; none without an agent."""
     try:
         # exits with 1 where there is no agent, or an empty one
         listed = process.run(["ssh-add", "-L"], check=False, timeout=10)
     except ProcessError:
-        return
-    yield from _lines(listed.stdout, "agent")
+        return []
+    return _lines(listed.stdout, "agent")
 
 
 def _lines(text: str, where: str) -> list[Identity]:

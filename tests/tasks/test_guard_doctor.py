@@ -3,7 +3,8 @@
 import getpass
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,21 @@ def test_a_private_key_is_never_offered(operator: Operator, site: Site, tmp_path
             operator.connector.offer(operator.train, [key])
 
 
+@contextmanager
+def ssh_agent(folder: Path, monkeypatch: pytest.MonkeyPatch, key: Path) -> Iterator[None]:
+    """A real agent that holds ``key``."""
+    sock = folder / f"agent-{key.name}"
+    agent = process.start(["ssh-agent", "-D", "-a", str(sock)], stdout=process.DEVNULL)
+    monkeypatch.setenv("SSH_AUTH_SOCK", str(sock))
+    try:
+        while process.run(["ssh-add", "-q", str(key)], check=False).returncode:
+            time.sleep(0.05)
+        yield
+    finally:
+        agent.terminate()
+        agent.wait()
+
+
 def test_the_identities_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "dot-ssh"
     folder.mkdir()
@@ -236,15 +252,8 @@ def test_the_identities_of_a_machine(tmp_path: Path, monkeypatch: pytest.MonkeyP
     (folder / "config").write_text("Host *\n")
     elsewhere = make_key(tmp_path / "elsewhere")
     held = make_key(tmp_path / "held")
-    agent = process.start(["ssh-agent", "-D", "-a", str(tmp_path / "agent")], stdout=process.DEVNULL)
-    monkeypatch.setenv("SSH_AUTH_SOCK", str(tmp_path / "agent"))
-    try:
-        while process.run(["ssh-add", "-q", str(tmp_path / "held")], check=False).returncode:
-            time.sleep(0.05)
+    with ssh_agent(tmp_path, monkeypatch, tmp_path / "held"):
         found = identities_here([tmp_path / "elsewhere"], folder)
-    finally:
-        agent.terminate()
-        agent.wait()
     where = {one.line: one.where for one in found.found}
     assert where == {
         held: "agent",
@@ -268,3 +277,12 @@ def test_a_ca_key_that_signs_unattended_is_found(
     guard = operator.inventory.guard.model_copy(update={"ca_public_key": public, "ca_key": tmp_path / "ca", "lab": lab})
     operator.connector.inventory = operator.inventory.model_copy(update={"guard": guard})
     assert ca_key(operator.connector).status == status
+
+
+def test_a_ca_key_in_the_agent_is_a_warning(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    operator = site.operator(tmp_path / "operator")
+    with ssh_agent(tmp_path, monkeypatch, site.login_key):
+        assert ca_key(operator.connector).measured == "not on this machine"
+    with ssh_agent(tmp_path, monkeypatch, site.ca_key):
+        found = ca_key(operator.connector)
+    assert (found.status, found.measured) == ("warn", "in the ssh agent")
