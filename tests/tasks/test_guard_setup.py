@@ -130,14 +130,16 @@ def machine(folder: Path) -> Iterator[Machine]:
 def test_what_is_printed_for_sshd_makes_a_host_that_the_doctor_finds_guarded(tmp_path: Path) -> None:
     with machine(tmp_path) as host:
         known = host.inventory()
-        before = SSHD_CONFIG.read_text()
+        # any other login of this host takes any key, which the doctor finds and the block keeps from the gate's
+        whoever = "AuthorizedKeysCommandUser root\nAuthorizedKeysCommand /bin/echo %t %k\n"
+        SSHD_CONFIG.write_text(before := whoever + SSHD_CONFIG.read_text())
         done = host.set_up(setup_text(known, known.host("train")))
         assert done.returncode == 0, done.stdout + done.stderr
         assert "systemctl reload ssh" in done.stdout.splitlines()[-1]
         assert SSHD_CONFIG.read_text().startswith(before)
         host.start_sshd()
         found = host.diagnosed(known)
-        assert [one.name for one in found.values() if one.status == "fail"] == [], found
+        assert [one.name for one in found.values() if one.status == "fail"] == ["other login"], found
         for name in ("replay", "altered action line", "other source address", "port forwarding", "jump host", "budget"):
             assert found[name].status == "pass", found[name]
         assert gate_sha256()[:16] in found["gate program"].measured
