@@ -109,7 +109,7 @@ BOMBS = {
 }
 
 
-@pytest.mark.timeout(60)  # without the bounds some of these never end
+@pytest.mark.timeout(60, method="thread")  # without the bounds some never end, inside of C
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_pickle_bombs_are_refused_within_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bomb: str) -> None:
     data, says = BOMBS[bomb]
@@ -123,7 +123,7 @@ def test_pickle_bombs_are_refused_within_bounds(tmp_path: Path, monkeypatch: pyt
     assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(60, method="thread")
 @pytest.mark.parametrize(("depth", "width"), [(60, 2), (12, 10)])
 def test_a_config_that_holds_itself_a_million_times_is_no_config(tmp_path: Path, depth: int, width: int) -> None:
     inner: Any = []
