@@ -16,7 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from dflash.metrics import judge, summarize
 from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
@@ -69,9 +71,9 @@ def operator(own_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     evaluator.parent.mkdir(parents=True)
     evaluator.write_text(EVALUATOR.format(reports=_report(remote / "report")))
     evaluator.chmod(0o755)
-    checkpoint = remote / "checkpoints" / "step_100.pt"
+    checkpoint = remote / "checkpoints" / "step_100.safetensors"
     checkpoint.parent.mkdir()
-    checkpoint.write_bytes(os.urandom(100_000))
+    save_file({"fc.weight": np.ones((16, 16), np.float32)}, checkpoint)
     hosts_file = tmp_path / "hosts.yaml"
     hosts_file.write_text(json.dumps(_hosts(own_site, remote)))
     state = tmp_path / "state"

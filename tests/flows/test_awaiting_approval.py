@@ -189,7 +189,7 @@ def test_a_refusal_on_the_way_asks_again_only_when_the_approval_is_over(
             connector.store.retire(first.id, "no bytes are left")
         raise Refused("kpro6 refused", request_id=first.id)
 
-    monkeypatch.setattr(flow, "relay_checkpoint", refused)
+    monkeypatch.setattr(flow, "relay", refused)
     arguments = (operator.source, "ct129", Suite(default_prompts()), operator.folder, operator.hosts_file)
     final = flow.evaluate_checkpoint(*arguments, return_state=True)
     assert final.name == name

@@ -79,15 +79,16 @@ def test_no_command_and_no_flow_reaches_a_protected_host_but_through_the_gate(
         ["audit", "reconcile", "kpro6"],
         ["demo"],
     ]
-    lab = {"hosts_file": str(operator.hosts_file), "checkpoints": str(operator.checkpoint.parent)}
+    lab = {"hosts_file": str(operator.hosts_file), "checkpoint": str(operator.checkpoint)}
     before = operator.connections()
     entries = watched(tmp_path, {"commands": steps, "lab": lab}, PREFECT_API_URL=prefect_api)
     assert around(entries, operator.site.protected.address) == []
     runs = by_command(entries)
     assert {name for name, _ in commands()} == set(runs)
     assert {name for name, passed in runs.items() if passed} == THROUGH
-    ended_well = {name for name in THROUGH if any(ran(entry, name) and entry["code"] == 0 for entry in entries)}
-    assert ended_well == THROUGH
+    # the last time, after what was refused at first has been approved
+    last = {name: entry for name in THROUGH for entry in entries if ran(entry, name)}
+    assert {name: entry["said"] for name, entry in last.items() if entry["code"] != 0} == {}
     # not more: some of what the doctor tries ends on this side
     assert operator.connections() - before <= sum(runs.values())
     assert flows_of_the_project() == {

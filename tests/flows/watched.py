@@ -136,7 +136,7 @@ def stand_in_for_the_lab(place: dict[str, str]) -> None:
             return []
 
         def seen(self, host: str, path: str) -> str:
-            return str(Path(place["checkpoints"]) / Path(path).name)
+            return place["checkpoint"]
 
         def argv(self, host: str, argv: list[str]) -> list[str]:
             return argv
