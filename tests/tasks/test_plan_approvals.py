@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks import certificates, process
+from tasks import certificates, process, signing
 from tasks.actions import ReadGrant, Revoke
 from tasks.approvals import Approval, ApprovalStore, default_seconds
 from tasks.errors import Refused
@@ -105,12 +105,12 @@ def test_a_standing_approval_changes_nothing(guard: GuardState, store: ApprovalS
 def test_validity_counts_from_the_decision_however_long_signing_takes(
     guard: GuardState, store: ApprovalStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    sign = certificates_signed_late(monkeypatch, seconds=0)
-    request = store.request(guard.plan())
+    sign = certificates_signed_late(monkeypatch, seconds=5)
+    request = store.request(guard.changing(guard.put(), guard.launch()))
     approved = store.approve(request.id, reason="a test", ca_key=guard.ca_key, seconds=100)
     decision = store.get(request.id).decision
     assert decision is not None
-    assert approved.not_after == int(decision.time) + 100
+    assert {approval.not_after for approval in approved.approvals} == {int(decision.time) + 100}
     sign["seconds"] = 101
     late = store.request(guard.plan("/late"))
     with pytest.raises(Refused, match="signing took longer"):
@@ -120,8 +120,6 @@ def test_validity_counts_from_the_decision_however_long_signing_takes(
 
 def certificates_signed_late(monkeypatch: pytest.MonkeyPatch, *, seconds: int) -> dict[str, int]:
     """Let the clock go on by ``seconds`` whenever something is signed."""
-    from tasks import signing
-
     wait, passed = {"seconds": seconds}, [0]
     really, now = signing.sign, time.time
 
@@ -132,6 +130,17 @@ def certificates_signed_late(monkeypatch: pytest.MonkeyPatch, *, seconds: int) -
     monkeypatch.setattr("tasks.signing.sign", sign)
     monkeypatch.setattr("time.time", lambda: now() + passed[0])
     return wait
+
+
+def test_a_signature_over_something_else_than_was_asked_for_approves_nothing(
+    guard: GuardState, store: ApprovalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    really = signing.sign
+    monkeypatch.setattr("tasks.signing.sign", lambda key, terms, ca: really(key, replace(terms, serial=7), ca))
+    request = store.request(guard.plan())
+    with pytest.raises(Refused, match="signed something else"):
+        store.approve(request.id, reason="a test", ca_key=guard.ca_key)
+    assert store.get(request.id).status == "pending"
 
 
 # --- use
