@@ -4,8 +4,8 @@
 
 In turns, so that whatever else the machine does hits both, in one process, medians:
 
-- guarded: a plan is asked for, a throw-away key is made for it, the CA key (without a passphrase, as unlocked) signs its
-  certificate, the use is recorded, ssh logs in with it, the gate takes the action, and the session is closed.
+- guarded: a plan is asked for, a throw-away key is made for it, the CA key (without a passphrase, as unlocked) signs
+  its certificate, the use is recorded, ssh logs in with it, the gate takes the action, and the session is closed.
   Everything is synced to the disk of ``--folder``, the system's temporary folder by default.
 - plain: the same ssh with the same options to the other sshd, by ordinary login; its command is ``true``.
 - gate alone: the session under an approval that is there already, which is what every further session costs.
