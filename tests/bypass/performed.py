@@ -86,7 +86,7 @@ def _(stage: Stage) -> object:
     return stage.past(stage.approved(action).of(action), _signal(stage, "other").canonical())
 
 
-@attempt("an upload to somewhere else", "")
+@attempt("an upload to somewhere else", "at the approved endpoint, bucket and keys")
 def _(stage: Stage) -> object:
     found = stage.step.stat()
     action = Upload(
@@ -103,7 +103,7 @@ def _(stage: Stage) -> object:
     return changes.upload(stage.connector, stage.train, stage.approved(action).of(action), action, elsewhere)
 
 
-@attempt("an emergency that is valid for an hour", "")
+@attempt("an emergency that is valid for an hour", "break-glass is for a certificate of minutes")
 def _(stage: Stage) -> object:
     action = stage.run(break_glass=True)
     approval = stage.approved(action).of(action)
@@ -119,14 +119,14 @@ def _(stage: Stage) -> object:
     return two.store.require(Plan(changes=(stage.run(),), effect="a test"))
 
 
-@attempt("one person past the program where the host asks for two", "")
+@attempt("one person past the program where the host asks for two", "a second person has to sign this as well")
 def _(stage: Stage) -> object:
     _two_persons(stage)
     action = stage.run()
     return stage.past(stage.approved(action).of(action), action.canonical() + b"\n{}")
 
 
-@attempt("a second person who signed nothing", "")
+@attempt("a second person who signed nothing", "no approval of it by second")
 def _(stage: Stage) -> object:
     _two_persons(stage)
     action = stage.run()

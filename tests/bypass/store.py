@@ -151,7 +151,7 @@ def _(stage: Stage) -> object:
     return open_session(stage.connector, stage.operator.infer, stage.may_read())
 
 
-@attempt("an approval whose action was widened in memory", "")
+@attempt("an approval whose action was widened in memory", "is no longer in force|is approved; run")
 def _(stage: Stage) -> object:
     approval = stage.may_read(bytes=10)
     wider = dataclasses.replace(approval, action=stage.operator.grant(path=str(stage.secret)))

@@ -109,6 +109,7 @@ def test_a_connection_that_breaks_is_no_refusal(site: Site, tmp_path: Path, star
     assert found[f"ordinary keys as {getpass.getuser()}"].measured == "0 refused; not offered: login"
 
 
+@pytest.mark.slow
 def test_passwords_fail_where_the_sshd_enforces_and_warn_elsewhere(site: Site, tmp_path: Path, start: Start) -> None:
     sshd = start("Match all\n  PasswordAuthentication yes")
     for enforcement, status in (("host", "fail"), ("client", "warn")):
@@ -167,6 +168,7 @@ def test_an_expired_certificate_of_the_operators_own_is_offered(
     assert str(approval.certificate_path) in offered
 
 
+@pytest.mark.slow
 def test_more_keys_than_sshd_hears_in_one_connection_are_all_offered(site: Site, tmp_path: Path, start: Start) -> None:
     sshd = start("Match all\n  MaxAuthTries 2", authorized_keys=str(site.login_key.with_suffix(".pub")))
     keys = [Identity(make_key(tmp_path / f"key-{number}"), f"key {number}") for number in range(6)]

@@ -180,6 +180,7 @@ def test_set_up_stops_at_what_is_not_as_expected(tmp_path: Path) -> None:
         assert host.set_up(text).returncode == 0
 
 
+@pytest.mark.slow
 @needs_root
 @on_a_machine_of_its_own
 def test_what_is_printed_for_authorized_keys_makes_a_gate_in_the_logins_home(tmp_path: Path) -> None:
