@@ -3,6 +3,7 @@
 import math
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
@@ -14,6 +15,7 @@ from tasks.ends import Reader, ReadSource, is_missing
 from tasks.gate import ByteStream, Stat
 from tasks.inventory import Location
 from tasks.repack import Checksums, OutputFile, Piece, Range, Repack
+from tasks.selection import Selection
 from tasks.transfer import PIPE_BYTES, Moved, SourceChangedError, SourceEndedError, TransferError, pump, write_all
 
 RANGE_BYTES = 256 << 20
@@ -42,29 +44,29 @@ class WholeFile:
 
     def send(self, reader: Reader, offset: int, length: int, sink: int, moved: Moved) -> str:
         digest = sha256()
-        try:
-            with reader.read(self.source.path, offset, length) as stream:
-                pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
-        except RequestFailed as error:
-            self._check_still_there(error)
-            raise
+        with noticing_if_it_vanished(self.source), reader.read(self.source.path, offset, length) as stream:
+            pump(stream.fileno(), sink, length, digests=[digest], moved=moved)
         return digest.hexdigest()
 
     def check_unchanged(self, reader: Reader) -> None:
-        try:
+        with noticing_if_it_vanished(self.source):
             found = reader.stat(self.source.path)
-        except RequestFailed as error:
-            self._check_still_there(error)
-            raise
         if found != self.identity:
             raise SourceChangedError(
                 f"{escape(str(self.source))} changed while read: relay it again when its writer is done"
             )
 
-    def _check_still_there(self, error: RequestFailed) -> None:
+
+@contextmanager
+def noticing_if_it_vanished(source: Location) -> Iterator[None]:
+    """What is not there any more has changed."""
+    try:
+        yield
+    except RequestFailed as error:
         if is_missing(error):
-            name = escape(str(self.source))
+            name = escape(str(source))
             raise SourceChangedError(f"{name} vanished while it was read: nothing was kept") from None
+        raise
 
 
 @dataclass(frozen=True)
@@ -85,8 +87,10 @@ class Unit:
 class SelectedFile:
     """One file that a selection makes of ``source``; ``range_bytes`` of it are sent at once, or a whole record."""
 
-    source: ReadSource
+    source: Location
+    place: ReadSource
     output: OutputFile
+    selection: Selection
     range_bytes: int = RANGE_BYTES
 
     @property
@@ -111,7 +115,8 @@ class SelectedFile:
         checksums = Checksums([unit.output])
         for planned in unit.ranges():
             repack = Repack(planned)
-            with reader.read(self.source.path(planned.file), planned.offset, planned.length) as stream:
+            path = self.place.path(planned.file)
+            with noticing_if_it_vanished(self.source), reader.read(path, planned.offset, planned.length) as stream:
                 for chunk in _chunks(stream):
                     for made in repack.feed(chunk):
                         write_all(sink, memoryview(made))
@@ -122,7 +127,8 @@ class SelectedFile:
         return digest.hexdigest()
 
     def check_unchanged(self, reader: Reader) -> None:
-        """The selection's own look is compared once, after its last file."""
+        with noticing_if_it_vanished(self.source):
+            self.selection.require_unchanged(ReadSource(reader, self.source).look())
 
 
 def _units(output: OutputFile, most: int) -> Iterator[Unit]:

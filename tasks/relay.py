@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from dflash.errors import UsageError
 from tasks import journal
@@ -72,6 +72,18 @@ class Settings:
 
 
 WHOLE = Settings().selected
+
+
+class Carried(Protocol):
+    """One file on its way, as :class:`~tasks.streams.Transfer` is."""
+
+    missing: int
+
+    def run(self) -> str: ...
+
+
+Carry = Callable[[Transfer], Carried]
+"""Another way for a file than that of the transfer itself."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +177,7 @@ def relay(
     *,
     progress: Progress | None = None,
     notice: Callable[[str], None] | None = None,
+    carry: Carry | None = None,
 ) -> RelayResult:
     """Stream ``source`` to ``destination`` and return once it is there under its final name.
 
@@ -183,7 +196,8 @@ def relay(
         with readers.take() as reader:
             content = _look(reader, source, asked)
             streams = asked.streams or _streams(_round_trip(reader, source), source.host, approval, asked)
-        relayed = _Relay(source, destination, asked, streams, Ends(readers.take, receivers.take), progress, notice)
+        ends = Ends(readers.take, receivers.take)
+        relayed = _Relay(source, destination, asked, streams, ends, progress, notice, carry)
         if isinstance(content, Stat):
             return relayed.file(content)
         return relayed.selection(*content)
@@ -305,6 +319,7 @@ class _Relay:
     ends: Ends
     progress: Progress | None
     notice: Callable[[str], None] | None
+    carry: Carry | None
 
     def file(self, found: Stat) -> RelayResult:
         """All of one file, which becomes the file that the destination names."""
@@ -323,14 +338,12 @@ class _Relay:
         arrived: list[Arrived] = []
         begun = time.monotonic()
         for output in selection.outputs:
-            content = SelectedFile(place, output, self.settings.range_bytes)
+            content = SelectedFile(self.source, place, output, selection, self.settings.range_bytes)
             there = Location(self.destination.host, os.path.join(folder, output.name))
             progress = self._part_of(sum(file.bytes for file in arrived), total)
             arrived.append(
                 self._transfer(content, content.spans, there, selection.identity, progress, expected=output.sha256)
             )
-        with self.ends.session() as reader:
-            selection.require_unchanged(ReadSource(reader, self.source).look())
         there = Location(self.destination.host, folder)
         return self._result(there, selection.identity, selection.source_bytes, tuple(arrived), begun)
 
@@ -360,8 +373,9 @@ class _Relay:
                 expected=expected,
                 patience=self.settings.patience,
             )
-            sha256 = transfer.run()
-        return Arrived(there.path, content.size, sha256, transfer.missing)
+            carried: Carried = transfer if self.carry is None else self.carry(transfer)
+            sha256 = carried.run()
+        return Arrived(there.path, content.size, sha256, carried.missing)
 
     def _part_of(self, before: int, total: int) -> Progress | None:
         if self.progress is None:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, suppre
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+from dflash.checkpoint_layout import ChangedError
 from dflash.errors import DFlashError
 from tasks.channel import GateError, RequestFailed
 from tasks.ends import Reader
@@ -62,6 +63,8 @@ class Ends:
 
     session: Callable[[], AbstractContextManager[Reader]]
     receiver: Callable[[], AbstractContextManager[Receiver]]
+    reached: threading.Event = field(default_factory=threading.Event)
+    """Set once both have been: from then on a lost one is worth another try."""
 
 
 class _Stopped(Exception):
@@ -96,7 +99,7 @@ class Transfer:
         self._under_way: set[Reader | Receiver] = set()
         self._stopping = threading.Event()
         self._connecting = threading.BoundedSemaphore(CONNECTS_AT_ONCE)
-        self._reached = False
+        self._first_look = True
         self._moved_bytes = self._reported = 0.0
         self._stored_ranges = 0
         self._last_moved = time.monotonic()
@@ -142,8 +145,9 @@ class Transfer:
     def _open_transfer(self, receiver: Receiver) -> str | None:
         """Reserve the space, or find out what is there of an earlier try; the sha256 when all of it was finished."""
         opened = self._open(receiver)
+        self.ends.reached.set()
         if opened.committed is not None:
-            if not self._reached:
+            if self._first_look:
                 self.missing = 0
             return opened.committed
         if opened.fresh and self._helpers_at_work():
@@ -161,8 +165,8 @@ class Transfer:
             self._waiting = deque(span for span in self.journal.spans if not span.stored)
             self._moved_bytes = sum(span.length for span in self.journal.spans if span.stored)
             self._report(force=True)
-        if not self._reached:
-            self._reached, self.missing = True, sum(span.length for span in self._waiting)
+        if self._first_look:
+            self._first_look, self.missing = False, sum(span.length for span in self._waiting)
         return None
 
     def _open(self, receiver: Receiver) -> Opened:
@@ -298,7 +302,7 @@ class Transfer:
                 moved = self._last_moved > begun
                 broken = 0 if self._stored_ranges > stored else broken + moved
                 # what cannot be reached at all is said at once
-                if not self._reached or not is_lost_link(error) or broken >= MOST_BROKEN_RANGES:
+                if not self.ends.reached.is_set() or not is_lost_link(error) or broken >= MOST_BROKEN_RANGES:
                     raise
                 if time.monotonic() - self._last_moved > self.patience:
                     raise
@@ -342,4 +346,4 @@ def is_lost_link(error: DFlashError) -> bool:
 
 def is_of_changed_source(error: DFlashError) -> bool:
     """Whether the source is not any more what it was, so that what arrived of it is of use to nobody."""
-    return isinstance(error, SourceChangedError | FileChanged)
+    return isinstance(error, SourceChangedError | FileChanged | ChangedError)

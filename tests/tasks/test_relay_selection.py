@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dflash.manifest import seal
 from tasks.inventory import Location
 from tasks.relay import RelayResult, Settings, estimate, plan_relay, relay
 from tasks.selection import What
+from tasks.transfer import SourceChangedError
 from tests.sshds import Operator
 from tests.tasks.selections import adam, assert_equal, weights
 
@@ -108,6 +110,22 @@ def test_interrupted_relay_goes_on_with_the_records_that_are_missing(
     assert 0 < rest.moved < 0.5 * rest.bytes
     assert rest.sha256 == whole.sha256
     assert_equal(load_file(tmp_path / "there" / "model.safetensors"), weights(prefix=""))
+
+
+@pytest.mark.parametrize("change", [lambda file: os.utime(file, (0, 0)), os.unlink], ids=["rewritten", "deleted"])
+def test_source_that_changes_behind_its_last_byte_leaves_nothing_of_that_file(
+    checkpoint: Path, tmp_path: Path, change: Callable[[Path], object]
+) -> None:
+    last = os.path.basename(relay_here(checkpoint, tmp_path / "once").files[-1].path)
+    changed = []
+
+    def progress(done: int, total: int) -> None:
+        if done == total and not changed:
+            changed.append(change(checkpoint))
+
+    with pytest.raises((ChangedError, SourceChangedError)):
+        relay_here(checkpoint, tmp_path / "there", progress=progress)
+    assert not any(last in name for name in os.listdir(tmp_path / "there"))
 
 
 def test_record_that_does_not_match_its_checksum_gets_no_name(checkpoint: Path, tmp_path: Path) -> None:
