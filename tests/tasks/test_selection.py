@@ -119,7 +119,7 @@ def test_bytes_may_come_in_pieces_of_any_size(checkpoint: Path, how: dict[str, A
 def test_dtypes_of_all_widths_are_aligned_and_equal(tmp_path: Path) -> None:
     state = {
         "flag": torch.tensor([True, False, True]),
-        "byte": torch.arange(5, dtype=torch.uint8),
+        "byte": torch.arange(4, dtype=torch.uint8),
         "double": torch.randn(3, dtype=torch.float64),
         "half": torch.randn(7).half(),
         "brain": torch.randn(9).bfloat16(),
@@ -180,8 +180,8 @@ def test_views_of_one_storage_come_out_contiguous(tmp_path: Path) -> None:
         assert_equal(
             drafter_of(path, tmp_path / "out"), {name: one.contiguous() for name, one in (state | more).items()}
         )
-    sliced = save(tmp_path / "b.pt", {"middle": whole[10:20], "last": whole[25:]})
-    assert_equal(drafter_of(sliced, tmp_path / "out"), {"middle": whole[10:20], "last": whole[25:]})
+    for parts in ({"middle": whole[10:20], "last": whole[25:]}, {"first": whole[:5]}):
+        assert_equal(drafter_of(save(tmp_path / "b.pt", parts), tmp_path / "out"), parts)
 
 
 def test_a_large_tensor_that_is_not_contiguous_is_named_and_moves_as_a_torch_file(tmp_path: Path) -> None:
