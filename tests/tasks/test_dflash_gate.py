@@ -87,8 +87,7 @@ OUTSIDE = [
 def test_places_outside_of_a_root_are_refused(program: Program, tree: Path, place: str) -> None:
     approval = program.operator.approve(root=str(tree))
     path = os.path.normpath(tree / place) if place.startswith("..") else str(tree / place)
-    for verb in ("stat", "hash", "list"):
-        assert "was not approved" in program.refusal(approval, {"verb": verb, "path": path})
+    assert "was not approved" in program.refusal(approval, {"verb": "list", "path": path})
     request = {"verb": "read", "path": path, "offset": 0, "length": 0}
     assert "was not approved" in program.refusal(approval, request)
 
