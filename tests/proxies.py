@@ -30,6 +30,7 @@ class Proxy:
         self._limits = {TO_SERVER: _Limit(rate), TO_CLIENT: _Limit(rate)}
         self._links: list[_Link] = []
         self._flips: dict[str, deque[int]] = {TO_SERVER: deque(), TO_CLIENT: deque()}
+        self._spoilt_at: dict[str, int | None] = {TO_SERVER: None, TO_CLIENT: None}
         self.passed = {TO_SERVER: 0, TO_CLIENT: 0}
         """Bytes that went each way so far."""
         self._lock = threading.Lock()
@@ -64,6 +65,10 @@ class Proxy:
         """Flip one bit of the byte that is ``after`` bytes away in ``direction``."""
         with self._lock:
             self._flips[direction].append(self.passed[direction] + after)
+
+    def spoil(self, after: int | None, direction: str = TO_SERVER) -> None:
+        """Flip one bit of the byte ``after`` bytes into every connection that gets so far; None: no more."""
+        self._spoilt_at[direction] = after
 
     def close(self) -> None:
         # closing alone does not wake a thread that waits in accept
@@ -109,19 +114,24 @@ class Proxy:
                 self._open.wait()
                 if link.dead.is_set():
                     return
-                sink.sendall(self._spoilt(data, direction))
+                sink.sendall(self._spoilt(link, data, direction))
             self._open.wait()
             if not link.dead.is_set():
                 sink.shutdown(socket.SHUT_WR)
 
-    def _spoilt(self, data: bytes, direction: str) -> bytes:
+    def _spoilt(self, link: "_Link", data: bytes, direction: str) -> bytes:
         with self._lock:
-            start = self.passed[direction]
-            self.passed[direction] += len(data)
+            places = []
             flips = self._flips[direction]
-            while flips and flips[0] < start + len(data):
-                at = flips.popleft() - start
-                data = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
+            while flips and flips[0] < self.passed[direction] + len(data):
+                places.append(flips.popleft() - self.passed[direction])
+            each = self._spoilt_at[direction]
+            if each is not None and link.passed[direction] <= each < link.passed[direction] + len(data):
+                places.append(each - link.passed[direction])
+            self.passed[direction] += len(data)
+            link.passed[direction] += len(data)
+        for at in places:
+            data = data[:at] + bytes([data[at] ^ 0x10]) + data[at + 1 :]
         return data
 
 
@@ -160,6 +170,7 @@ class _Link:
 
     def __init__(self, client: socket.socket, server: socket.socket) -> None:
         self._sockets = (client, server)
+        self.passed = {TO_SERVER: 0, TO_CLIENT: 0}
         self.dead = threading.Event()
 
     def reset(self) -> None:

@@ -219,17 +219,13 @@ def test_flipped_bit_on_the_way_costs_one_range(
 
 
 def test_link_that_spoils_every_try_ends_the_relay_with_an_error(bad_way: Way, links: dict[str, Proxy]) -> None:
-    link, notices = links["infer"], []
-    link.flip(SIZE // 2)
-
-    def again(notice: str) -> None:
-        notices.append(notice)
-        link.flip(SIZE // 2)
-
+    notices: list[str] = []
+    links["infer"].spoil(SIZE // 2)
     with pytest.raises(ConnectionFailed, match="infer"):
-        bad_way.relay(settings=parts(SIZE, 1), notice=again)
+        bad_way.relay(settings=parts(SIZE, 1), notice=notices.append)
     assert len(notices) == 4
     assert bad_way.nothing_arrived()
+    links["infer"].spoil(None)
     bad_way.relay(settings=parts(SIZE, 1))
     assert bad_way.whole()
 
