@@ -1,7 +1,10 @@
 """What a client of the gate program says to it, and reads; and the program without an sshd around it."""
 
+import base64
 import json
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 from tasks import process
 from tasks.approvals import Approval
 from tasks.process import PIPE, Popen
+from tests.changing import approve_change, shell
 from tests.sshds import GATE, Operator, write_gate_configuration
 
 
@@ -78,6 +82,33 @@ class Program:
         return [json.loads(line) for line in (self.state / "gate.log").read_text().splitlines()]
 
 
+class Changes:
+    """Changes as they are approved one by one and done by the program."""
+
+    def __init__(self, program: Program) -> None:
+        self.program, self.host = program, program.operator.train
+
+    def of(self, action: Any, *lines: bytes) -> tuple[int, list[Any]]:
+        return self.program.change(approve_change(self.program.operator, action), *lines)
+
+    def failure(self, action: Any, *lines: bytes) -> str:
+        status, replies = self.of(action, *lines)
+        assert status == 1, replies
+        assert replies[-1]["ok"] is False
+        assert "refused" not in replies[-1]
+        return str(replies[-1]["message"])
+
+    def shell(self, script: str, *arguments: str, **more: Any) -> tuple[int, bytes, bytes]:
+        """Exit status, stdout and stderr of a script that was run."""
+        status, replies = self.of(shell(self.host, script, *arguments, **more))
+        assert status == 0, replies
+        streams = {name: said(replies, name) for name in ("stdout", "stderr")}
+        return int(replies[-1]["exit"]), streams["stdout"], streams["stderr"]
+
+    def named(self, kind: Any, **fields: Any) -> Any:
+        return kind(**{"host": "train", "host_keys": self.host.fingerprints, "seconds": 30} | fields)
+
+
 def exchange(running: Popen[bytes], *lines: bytes) -> tuple[int, list[Any]]:
     """Say ``lines``, wait with stdin open until the program has ended, and return its exit status and replies."""
     assert running.stdin is not None
@@ -95,3 +126,22 @@ def exchange(running: Popen[bytes], *lines: bytes) -> tuple[int, list[Any]]:
 def line(request: dict[str, Any]) -> bytes:
     """A request as it goes over the wire, without the line end."""
     return json.dumps(request).encode()
+
+
+def said(replies: list[Any], stream: str) -> bytes:
+    return b"".join(base64.b64decode(reply["data"]) for reply in replies if reply.get("stream") == stream)
+
+
+def wait_for(what: Callable[[], Any], seconds: float = 30) -> Any:
+    deadline = time.monotonic() + seconds
+    while not (found := what()):
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
+    return found
+
+
+def ended(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except FileNotFoundError:
+        return True

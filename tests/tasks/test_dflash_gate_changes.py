@@ -1,15 +1,11 @@
-"""The verbs of the gate that change the host: run, put, launch, signal; what is spent, and when."""
+"""The verbs of the gate that change the host: run, put, revoke; what is spent, and when."""
 
-import base64
 import hashlib
 import json
 import os
 import resource
-import signal
 import socket
 import sys
-import time
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -17,9 +13,9 @@ from typing import Any
 import pytest
 
 from tasks import process
-from tasks.actions import FileDigest, Launch, Put, Revoke, Run, Signal
+from tasks.actions import FileDigest, Put, Revoke, Run, Signal
 from tests.changing import approve_change, launch_of, leave_mark, put_of, shell
-from tests.gate_talk import Program
+from tests.gate_talk import Changes, Program, ended, said, wait_for
 from tests.sshds import GATE, Operator
 
 MIB = 1 << 20
@@ -30,48 +26,9 @@ def program(operator: Operator, tmp_path: Path) -> Program:
     return Program(tmp_path, operator)
 
 
-class Changes:
-    """Changes as they are approved one by one and done by the program."""
-
-    def __init__(self, program: Program) -> None:
-        self.program, self.host = program, program.operator.train
-
-    def of(self, action: Any, *lines: bytes) -> tuple[int, list[Any]]:
-        return self.program.change(approve_change(self.program.operator, action), *lines)
-
-    def failure(self, action: Any, *lines: bytes) -> str:
-        status, replies = self.of(action, *lines)
-        assert status == 1, replies
-        assert replies[-1]["ok"] is False
-        assert "refused" not in replies[-1]
-        return str(replies[-1]["message"])
-
-    def shell(self, script: str, *arguments: str, **more: Any) -> tuple[int, bytes, bytes]:
-        """Exit status, stdout and stderr of a script that was run."""
-        status, replies = self.of(shell(self.host, script, *arguments, **more))
-        assert status == 0, replies
-        streams = {name: _said(replies, name) for name in ("stdout", "stderr")}
-        return int(replies[-1]["exit"]), streams["stdout"], streams["stderr"]
-
-    def named(self, kind: Any, **fields: Any) -> Any:
-        return kind(**{"host": "train", "host_keys": self.host.fingerprints, "seconds": 30} | fields)
-
-
 @pytest.fixture
 def changes(program: Program) -> Changes:
     return Changes(program)
-
-
-def _said(replies: list[Any], stream: str) -> bytes:
-    return b"".join(base64.b64decode(reply["data"]) for reply in replies if reply.get("stream") == stream)
-
-
-def _wait_for(what: Callable[[], Any], seconds: float = 30) -> Any:
-    deadline = time.monotonic() + seconds
-    while not (found := what()):
-        assert time.monotonic() < deadline, "it did not come"
-        time.sleep(0.02)
-    return found
 
 
 # --- run
@@ -84,7 +41,7 @@ def test_an_argv_is_run_as_it_is_without_a_shell(changes: Changes) -> None:
     env = (("A", "$B"), ("LC_ALL", "C.UTF-8"))
     status, replies = changes.of(changes.named(Run, argv=argv, cwd="/usr", env=env))
     assert (status, replies[-1]) == (0, {"ok": True, "exit": 0})
-    assert _said(replies, "stdout").decode() == repr(([*strange], "/usr", dict(env), ""))
+    assert said(replies, "stdout").decode() == repr(([*strange], "/usr", dict(env), ""))
 
 
 def test_both_streams_and_the_status_come_back(changes: Changes) -> None:
@@ -101,7 +58,7 @@ def test_too_much_output_ends_the_command(changes: Changes, tmp_path: Path) -> N
     script = 'sleep 300 & echo $! > "$1"; yes; touch "$2"'
     action = shell(changes.host, script, str(tmp_path / "pid"), str(tmp_path / "after"), bytes=100_000)
     assert "wrote more than the approved 100000 bytes" in changes.failure(action)
-    _wait_for(lambda: _ended(int((tmp_path / "pid").read_text())))
+    wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
     assert not (tmp_path / "after").exists()
 
 
@@ -110,7 +67,7 @@ def test_the_time_limit_ends_the_whole_process_group(changes: Changes, tmp_path:
     assert "longer than the approved 1 s" in changes.failure(
         shell(changes.host, script, str(tmp_path / "pid"), seconds=1)
     )
-    _wait_for(lambda: _ended(int((tmp_path / "pid").read_text())))
+    wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
 def test_a_client_that_goes_away_takes_the_command_with_it(changes: Changes, tmp_path: Path) -> None:
@@ -119,18 +76,18 @@ def test_a_client_that_goes_away_takes_the_command_with_it(changes: Changes, tmp
         changes.program.operator, shell(changes.host, 'sleep 300 & echo $! > "$1"; wait', str(pid))
     )
     talk = changes.program.talk(approval)
-    _wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
     talk.stdin.close()
     assert "client has gone" in talk.reply()["message"]
     assert talk.running.wait(30) == 1
-    _wait_for(lambda: _ended(int(pid.read_text())))
+    wait_for(lambda: ended(int(pid.read_text())))
 
 
 def test_what_a_command_leaves_in_its_group_ends_with_it(changes: Changes, tmp_path: Path) -> None:
     """Also when it still holds the output open."""
     status, out, _ = changes.shell('sleep 300 & echo $! > "$1"; echo done', str(tmp_path / "pid"))
     assert (status, out) == (0, b"done\n")
-    _wait_for(lambda: _ended(int((tmp_path / "pid").read_text())))
+    wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
 
 
 def test_a_command_is_run_with_the_lowest_priority(changes: Changes) -> None:
@@ -348,129 +305,6 @@ def test_a_folder_that_is_swapped_while_a_file_is_put_gets_nothing(changes: Chan
     talk.running.communicate()
     assert list(outside.iterdir()) == []
     assert (tmp_path / "moved" / "file").read_bytes() == b"new"
-
-
-# --- launch and signal
-
-
-@pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[Path]:
-    folder = tmp_path / "jobs"
-    folder.mkdir()
-    yield folder
-    for file in folder.glob("*/job.json"):
-        pid = json.loads(file.read_text())["pid"]
-        if not (file.parent / "exit").exists() and not _ended(pid):
-            os.killpg(pid, signal.SIGKILL)
-
-
-def _ended(pid: int) -> bool:
-    try:
-        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
-    except FileNotFoundError:
-        return True
-
-
-def _exit_of(jobs: Path, job: str = "train-1") -> Any:
-    _wait_for((jobs / job / "exit").exists)
-    return json.loads((jobs / job / "exit").read_text())["exit"]
-
-
-def test_a_job_runs_on_by_itself_and_leaves_its_record(changes: Changes, jobs: Path) -> None:
-    go = jobs.parent / "go"
-    script = 'echo out; echo err >&2; while [ ! -e "$1" ]; do sleep 0.05; done; echo late; exit 5'
-    action = launch_of(changes.host, jobs, script, str(go), cwd="/usr", env=(("PATH", os.environ["PATH"]),))
-    status, replies = changes.of(action)
-    pid = replies[-1]["pid"]
-    assert (status, replies) == (0, [{"ok": True}, {"ok": True, "job": "train-1", "pid": pid}])
-    job = json.loads((jobs / "train-1" / "job.json").read_text())
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-    assert job == {
-        "job": "train-1",
-        "digest": action.digest(),
-        "argv": list(action.argv),
-        "cwd": "/usr",
-        "env": [["PATH", os.environ["PATH"]]],
-        "pid": pid,
-        "birth": f"{boot}:{started}",
-        "started": job["started"],
-    }
-    assert (jobs / "train-1" / "heartbeat").exists()
-    assert os.getsid(pid) == pid != os.getsid(0)
-    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
-    assert not (jobs / "train-1" / "exit").exists()
-    go.touch()
-    assert _exit_of(jobs) == 5
-    assert (jobs / "train-1" / "output.log").read_text() == "out\nerr\nlate\n"
-
-
-def test_a_job_is_launched_at_most_once(changes: Changes, jobs: Path) -> None:
-    mark = jobs.parent / "mark"
-    action = launch_of(changes.host, jobs, 'echo ran >> "$1"', str(mark))
-    assert changes.of(action)[0] == 0
-    assert _exit_of(jobs) == 0
-    assert "File exists" in changes.failure(action)
-    assert mark.read_text() == "ran\n"
-
-
-def test_a_job_that_cannot_start_leaves_nothing(changes: Changes, jobs: Path) -> None:
-    action = changes.named(Launch, argv=("/no/such/program",), jobs=str(jobs), job="train-1")
-    assert "no job was started" in changes.failure(action)
-    assert list(jobs.iterdir()) == []
-    linked = jobs.parent / "linked"
-    linked.symlink_to(jobs)
-    assert "is really" in changes.failure(launch_of(changes.host, linked, "true"))
-
-
-def test_the_heart_of_a_job_beats(changes: Changes, jobs: Path, tmp_path: Path) -> None:
-    program = tmp_path / "quick-gate"
-    program.write_text(
-        GATE.read_text().replace("CLOCK_SECONDS = 360, 15, 10, 300", "CLOCK_SECONDS = 360, 15, 0.05, 300")
-    )
-    program.chmod(0o755)
-    changes.program.gate = program
-    assert changes.of(launch_of(changes.host, jobs, "sleep 60"))[0] == 0
-    heartbeat = jobs / "train-1" / "heartbeat"
-    before = heartbeat.stat().st_mtime_ns
-    _wait_for(lambda: heartbeat.stat().st_mtime_ns > before + 2 * 10**8)
-    heartbeat.unlink()
-    assert changes.of(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))[0] == 0
-    assert _exit_of(jobs) == -9
-
-
-def test_a_signal_reaches_the_processes_of_a_job(changes: Changes, jobs: Path) -> None:
-    pid, caught = jobs.parent / "pid", jobs.parent / "caught"
-    script = 'trap \'echo usr >> "$2"\' USR1; sleep 300 & echo $! > "$1"; while :; do wait; done'
-    _, replies = changes.of(launch_of(changes.host, jobs, script, str(pid), str(caught)))
-    _wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
-
-    def send(name: str) -> Any:
-        return changes.named(Signal, jobs=str(jobs), job="train-1", signal=name)
-
-    status, answer = changes.of(send("USR1"))
-    assert (status, answer[-1]) == (0, {"ok": True, "signalled": replies[-1]["pid"]})
-    _wait_for(caught.exists)
-    assert changes.of(send("KILL"))[0] == 0
-    assert _exit_of(jobs) == -signal.SIGKILL
-    _wait_for(lambda: _ended(int(pid.read_text())))
-    assert "has ended" in changes.failure(send("TERM"))
-
-
-def test_a_process_that_has_the_id_of_an_ended_job_is_not_signalled(changes: Changes, jobs: Path) -> None:
-    assert changes.of(launch_of(changes.host, jobs, "true"))[0] == 0
-    assert _exit_of(jobs) == 0
-    victim = process.start(["sleep", "300"], start_new_session=True)
-    file = jobs / "train-1" / "job.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": victim.pid}))
-    assert "has ended" in changes.failure(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))
-    assert victim.poll() is None
-    victim.kill()
-    victim.wait()
-
-
-def test_there_is_no_signal_for_a_job_that_is_not_there(changes: Changes, jobs: Path) -> None:
-    assert "No such file" in changes.failure(changes.named(Signal, jobs=str(jobs), job="other", signal="TERM"))
 
 
 # --- revoke

@@ -1,0 +1,134 @@
+"""Jobs of the gate: launched once, kept on by themselves, signalled while they live."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tasks import process
+from tasks.actions import Launch, Signal
+from tests.changing import launch_of
+from tests.gate_talk import Changes, Program, ended, wait_for
+from tests.sshds import GATE, Operator
+
+
+@pytest.fixture
+def changes(operator: Operator, tmp_path: Path) -> Changes:
+    return Changes(Program(tmp_path, operator))
+
+
+@pytest.fixture
+def jobs(tmp_path: Path) -> Iterator[Path]:
+    folder = tmp_path / "jobs"
+    folder.mkdir()
+    yield folder
+    for file in folder.glob("*/job.json"):
+        pid = json.loads(file.read_text())["pid"]
+        if not (file.parent / "exit").exists() and not ended(pid):
+            os.killpg(pid, signal.SIGKILL)
+
+
+def _exit_of(jobs: Path, job: str = "train-1") -> Any:
+    wait_for((jobs / job / "exit").exists)
+    return json.loads((jobs / job / "exit").read_text())["exit"]
+
+
+def test_a_job_runs_on_by_itself_and_leaves_its_record(changes: Changes, jobs: Path) -> None:
+    go = jobs.parent / "go"
+    script = 'echo out; echo err >&2; while [ ! -e "$1" ]; do sleep 0.05; done; echo late; exit 5'
+    action = launch_of(changes.host, jobs, script, str(go), cwd="/usr", env=(("PATH", os.environ["PATH"]),))
+    status, replies = changes.of(action)
+    pid = replies[-1]["pid"]
+    assert (status, replies) == (0, [{"ok": True}, {"ok": True, "job": "train-1", "pid": pid}])
+    job = json.loads((jobs / "train-1" / "job.json").read_text())
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    assert job == {
+        "job": "train-1",
+        "digest": action.digest(),
+        "argv": list(action.argv),
+        "cwd": "/usr",
+        "env": [["PATH", os.environ["PATH"]]],
+        "pid": pid,
+        "birth": f"{boot}:{started}",
+        "started": job["started"],
+    }
+    assert (jobs / "train-1" / "heartbeat").exists()
+    assert os.getsid(pid) == pid != os.getsid(0)
+    assert os.getpriority(os.PRIO_PROCESS, pid) == os.getpriority(os.PRIO_PROCESS, 0)
+    assert not (jobs / "train-1" / "exit").exists()
+    go.touch()
+    assert _exit_of(jobs) == 5
+    assert (jobs / "train-1" / "output.log").read_text() == "out\nerr\nlate\n"
+
+
+def test_a_job_is_launched_at_most_once(changes: Changes, jobs: Path) -> None:
+    mark = jobs.parent / "mark"
+    action = launch_of(changes.host, jobs, 'echo ran >> "$1"', str(mark))
+    assert changes.of(action)[0] == 0
+    assert _exit_of(jobs) == 0
+    assert "File exists" in changes.failure(action)
+    assert mark.read_text() == "ran\n"
+
+
+def test_a_job_that_cannot_start_leaves_nothing(changes: Changes, jobs: Path) -> None:
+    action = changes.named(Launch, argv=("/no/such/program",), jobs=str(jobs), job="train-1")
+    assert "no job was started" in changes.failure(action)
+    assert list(jobs.iterdir()) == []
+    linked = jobs.parent / "linked"
+    linked.symlink_to(jobs)
+    assert "is really" in changes.failure(launch_of(changes.host, linked, "true"))
+
+
+def test_the_heart_of_a_job_beats(changes: Changes, jobs: Path, tmp_path: Path) -> None:
+    program = tmp_path / "quick-gate"
+    program.write_text(
+        GATE.read_text().replace("CLOCK_SECONDS = 360, 15, 10, 300", "CLOCK_SECONDS = 360, 15, 0.05, 300")
+    )
+    program.chmod(0o755)
+    changes.program.gate = program
+    assert changes.of(launch_of(changes.host, jobs, "sleep 60"))[0] == 0
+    heartbeat = jobs / "train-1" / "heartbeat"
+    before = heartbeat.stat().st_mtime_ns
+    wait_for(lambda: heartbeat.stat().st_mtime_ns > before + 2 * 10**8)
+    heartbeat.unlink()
+    assert changes.of(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))[0] == 0
+    assert _exit_of(jobs) == -9
+
+
+def test_a_signal_reaches_the_processes_of_a_job(changes: Changes, jobs: Path) -> None:
+    pid, caught = jobs.parent / "pid", jobs.parent / "caught"
+    script = 'trap \'echo usr >> "$2"\' USR1; sleep 300 & echo $! > "$1"; while :; do wait; done'
+    _, replies = changes.of(launch_of(changes.host, jobs, script, str(pid), str(caught)))
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+
+    def send(name: str) -> Any:
+        return changes.named(Signal, jobs=str(jobs), job="train-1", signal=name)
+
+    status, answer = changes.of(send("USR1"))
+    assert (status, answer[-1]) == (0, {"ok": True, "signalled": replies[-1]["pid"]})
+    wait_for(caught.exists)
+    assert changes.of(send("KILL"))[0] == 0
+    assert _exit_of(jobs) == -signal.SIGKILL
+    wait_for(lambda: ended(int(pid.read_text())))
+    assert "has ended" in changes.failure(send("TERM"))
+
+
+def test_a_process_that_has_the_id_of_an_ended_job_is_not_signalled(changes: Changes, jobs: Path) -> None:
+    assert changes.of(launch_of(changes.host, jobs, "true"))[0] == 0
+    assert _exit_of(jobs) == 0
+    victim = process.start(["sleep", "300"], start_new_session=True)
+    file = jobs / "train-1" / "job.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"pid": victim.pid}))
+    assert "has ended" in changes.failure(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))
+    assert victim.poll() is None
+    victim.kill()
+    victim.wait()
+
+
+def test_there_is_no_signal_for_a_job_that_is_not_there(changes: Changes, jobs: Path) -> None:
+    assert "No such file" in changes.failure(changes.named(Signal, jobs=str(jobs), job="other", signal="TERM"))
