@@ -3,6 +3,7 @@
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from tests.terminals import at_a_terminal
 COUNTERSIGN = """
 import sys
 from pathlib import Path
+from typing import Any
 from dflash.errors import run_cli
 from tests.guard_state import GuardState
 guard = object.__new__(GuardState)
@@ -166,6 +168,23 @@ def test_a_second_signature_is_given_once_and_to_what_still_counts(guard: GuardS
     store.deny(denied.id, reason="no")
     with pytest.raises(Refused, match="is denied already"):
         store.countersign(denied.id, name="bob", key=guard.folder / "bob")
+
+
+def test_a_request_that_is_decided_while_it_is_signed_gets_no_second_signature(
+    guard: GuardState, store: ApprovalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = store.request(guard.plan())
+    really = countersigning.sign
+
+    def sign(*arguments: Any) -> list[Path]:
+        guard.store.deny(request.id, reason="no")
+        return really(*arguments)
+
+    monkeypatch.setattr("tasks.countersigning.sign", sign)
+    with pytest.raises(Refused, match="was changed while it was signed"):
+        store.countersign(request.id, name="ada", key=guard.folder / "ada")
+    assert store.get(request.id).second is None
+    assert "countersignature" not in guard.events()
 
 
 def test_an_emergency_needs_one(guard: GuardState, store: ApprovalStore) -> None:
