@@ -21,7 +21,7 @@ from tasks.inventory import Location
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
 from tasks.sources import BESIDE, Look
 from tasks.ssh import Connector
-from tasks.transfer import Receiver, ReceiverLostError, receiver_argv
+from tasks.transfer import Receiver, ReceiverLostError, SourceChangedError, SourceEndedError, receiver_argv
 
 CLOSING_SECONDS = 5.0
 
@@ -72,7 +72,10 @@ class LocalReader:
     def read(self, path: str, offset: int, length: int) -> Iterator[ByteStream]:
         with _failing(path), open(path, "rb", buffering=0) as file:
             file.seek(offset)
-            yield ByteStream(length, file.fileno())
+            try:
+                yield ByteStream(length, file.fileno())
+            except SourceEndedError:
+                raise SourceChangedError(f"{escape(path)} became shorter while it was read") from None
 
     def abort(self) -> None: ...
 

@@ -7,14 +7,16 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from dflash.errors import DFlashError
 from tasks.errors import Refused
 from tasks.gate import open_session
+from tasks.inventory import Location
 from tasks.journal import JournalError
-from tasks.relay import RelayResult
+from tasks.relay import RelayResult, relay
 from tasks.ssh import ConnectionFailed
 from tasks.transfer import ReceiverError, SourceChangedError
 from tests.proxies import TO_CLIENT, TO_SERVER, Proxy, between
@@ -304,6 +306,28 @@ def test_source_that_changes_in_the_middle_leaves_nothing(
     # what arrived is of use to nobody
     assert way.names() == []
     assert list((way.state / "relays").glob("*.json")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda file: file.write_bytes(os.urandom(SIZE)), "changed while read"),
+        (lambda file: os.truncate(file, 0), "became shorter while it was read"),
+        (lambda file: file.unlink(), "vanished while it was read"),
+    ],
+    ids=["rewritten", "truncated", "deleted"],
+)
+def test_source_on_this_machine_that_changes_in_the_middle_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object], message: str
+) -> None:
+    monkeypatch.setenv("DFLASH_STATE", str(tmp_path / "operator"))
+    source, destination = tmp_path / "source", tmp_path / "here" / "file"
+    source.write_bytes(os.urandom(SIZE))
+    ends = Location(None, str(source)), Location(None, str(destination))
+    nobody: Any = None
+    with pytest.raises(SourceChangedError, match=message):
+        relay(nobody, None, *ends, parts(SIZE, 1, bandwidth=SIZE), progress=once(1, lambda: change(source)))
+    assert os.listdir(destination.parent) == []
 
 
 def test_source_found_changed_at_the_end_leaves_nothing_either(way: Way) -> None:
