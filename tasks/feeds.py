@@ -4,14 +4,16 @@ import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Protocol
 
-from tasks.actions import escape
-from tasks.gate import GateSession
+from tasks.approvals import Approval
+from tasks.contents import WholeFile
+from tasks.ends import Reader, open_reader
+from tasks.inventory import Location
 from tasks.object_store import ObjectPlace, ObjectStore
-from tasks.streams import Content
-from tasks.transfer import Moved, SourceChangedError, SourceEndedError, TransferError, pump
+from tasks.relay import name_of_state, relayable
+from tasks.ssh import Connector
+from tasks.transfer import Moved, SourceChangedError
 
 
 class Feed(Protocol):
@@ -33,13 +35,12 @@ class OpenFeed(Protocol):
         """Raise :class:`SourceChangedError` unless it is still what it was."""
 
 
-class HostFeed:
-    """What a host's gate sends."""
+class ReadFeed:
+    """A file that a gate sends, or this machine reads of its own."""
 
-    def __init__(
-        self, content: Content, identity: str, session: Callable[[], AbstractContextManager[GateSession]]
-    ) -> None:
-        self._content, self.identity, self._session = content, identity, session
+    def __init__(self, content: WholeFile, reader: Callable[[], AbstractContextManager[Reader]]) -> None:
+        self._content, self._open = content, reader
+        self.identity = name_of_state(content.identity)
 
     @property
     def size(self) -> int:
@@ -47,69 +48,19 @@ class HostFeed:
 
     @contextmanager
     def opened(self) -> Iterator[OpenFeed]:
-        with self._session() as session:
-            yield _OpenHostFeed(self._content, session)
+        with self._open() as reader:
+            yield _OpenFeed(self._content, reader)
 
 
-class _OpenHostFeed:
-    def __init__(self, content: Content, session: GateSession) -> None:
-        self._content, self._session = content, session
-
-    def send(self, offset: int, length: int, sink: int, moved: Moved) -> str:
-        return self._content.send(self._session, offset, length, sink, moved)
-
-    def check_unchanged(self) -> None:
-        self._content.check_unchanged(self._session)
-
-
-class LocalFeed:
-    """A file of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-        self._first = self._look(path)
-        self.identity = ":".join(str(number) for number in self._first)
-
-    @property
-    def size(self) -> int:
-        return self._first[2]
-
-    @contextmanager
-    def opened(self) -> Iterator[OpenFeed]:
-        try:
-            self._file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise TransferError(f"{self._path}: {error.strerror}") from None
-        try:
-            yield self
-        finally:
-            os.close(self._file)
+class _OpenFeed:
+    def __init__(self, content: WholeFile, reader: Reader) -> None:
+        self._content, self._reader = content, reader
 
     def send(self, offset: int, length: int, sink: int, moved: Moved) -> str:
-        assert self._file is not None
-        digest = hashlib.sha256()
-        os.lseek(self._file, offset, os.SEEK_SET)
-        try:
-            pump(self._file, sink, length, digests=[digest], moved=moved)
-        except SourceEndedError:
-            self.check_unchanged()
-            raise
-        return digest.hexdigest()
+        return self._content.send(self._reader, offset, length, sink, moved)
 
     def check_unchanged(self) -> None:
-        if self._look(self._path) != self._first:
-            raise SourceChangedError(f"{self._path} changed while read: relay it again when its writer is done")
-
-    @staticmethod
-    def _look(path: Path) -> tuple[int, int, int, int]:
-        try:
-            found = path.stat()
-        except OSError as error:
-            raise TransferError(f"{escape(str(path))}: {error.strerror}") from None
-        if not path.is_file() or not found.st_size:
-            raise TransferError(f"{escape(str(path))} is no file with something in it: name one")
-        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+        self._content.check_unchanged(self._reader)
 
 
 class StoredFeed:
@@ -141,3 +92,13 @@ class StoredFeed:
     def check_unchanged(self) -> None:
         if self._store.find(self._key) != self._first:
             raise SourceChangedError(f"{self._store.name}/{self._key} changed while read: relay it again")
+
+
+def feed_of(connector: Connector, approval: Approval | None, source: Location) -> ReadFeed:
+    """The file ``source`` of a host or of this machine; looking at it costs a session of ``approval``.
+
+    Raises :class:`~tasks.contents.SourceError` when it is not a file with something in it.
+    """
+    with open_reader(connector, source, approval) as reader:
+        content = WholeFile(source, relayable(reader, source, reader.stat(source.path)))
+    return ReadFeed(content, lambda: open_reader(connector, source, approval))

@@ -1,23 +1,19 @@
 """``relay s3://bucket/key HOST:/path``: the destination fetches an object, range by range, with presigned URLs."""
 
 import json
-import os
-import signal
-import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dflash.errors import DFlashError
-from tasks import journal, process
+from tasks import journal
 from tasks.actions import Count, Sha256, said
 from tasks.contents import spans_of
 from tasks.ends import open_receiver
 from tasks.inventory import Location
 from tasks.object_store import ObjectMissingError, ObjectPlace, ObjectStore, StoredObject
-from tasks.process import PIPE, TimeoutExpired, last_line, tail
 from tasks.relay import Settings, check_destination
 from tasks.ssh import Connector
 from tasks.staging import CHUNK_BYTES
@@ -26,10 +22,8 @@ from tasks.transfer import (
     FetchError,
     Progress,
     Receiver,
-    ReceiverLostError,
     SourceChangedError,
     TransferError,
-    receiver_argv,
 )
 
 SIDECAR = ".relay.json"
@@ -75,8 +69,7 @@ def fetch_object(
     :raises SourceChangedError: the object is another than it was at first; nothing is under the final name.
     :raises TransferError: anything else is wrong; see :class:`~tasks.object_store.StoreError`.
     """
-    if destination.host is not None:
-        check_destination(destination)
+    check_destination(destination)
     asked = settings or Settings()
     found = store.find(place.key)
     sidecar = _sidecar(store, found)
@@ -90,38 +83,9 @@ def fetch_object(
         missing = found.size - fetching.stored
         begun = time.monotonic()
         record = {"source": str(place), "identity": about, "selected": "all"}
-        sha256 = fetching.run(lambda: receiver_at(connector, destination), record)
+        sha256 = fetching.run(lambda: open_receiver(connector, destination), record)
         seconds = time.monotonic() - begun
     return Fetched(sha256=sha256, bytes=found.size, moved=missing, seconds=seconds, verified=sidecar is not None)
-
-
-@contextmanager
-def receiver_at(connector: Connector, destination: Location) -> Iterator[Receiver]:
-    """The receiver on the destination's host, or on this machine where it names none."""
-    if destination.host is not None:
-        with open_receiver(connector, destination) as receiver:
-            yield receiver
-        return
-    with tempfile.TemporaryFile() as stderr:
-        running = process.start(receiver_argv(), stdin=PIPE, stdout=PIPE, stderr=stderr, start_new_session=True)
-
-        def explain(code: int) -> DFlashError:
-            return ReceiverLostError(
-                f"{destination}: the receiver ended with {code}: {said(last_line(tail(stderr))) or 'no word'}"
-            )
-
-        try:
-            yield Receiver(running, str(destination), explain)
-        finally:
-            for stream in (running.stdin, running.stdout):
-                assert stream is not None
-                with suppress(OSError):
-                    stream.close()
-            try:
-                running.wait(5.0)
-            except TimeoutExpired:
-                os.killpg(running.pid, signal.SIGKILL)
-                running.wait()
 
 
 class _Fetching:
@@ -145,12 +109,12 @@ class _Fetching:
     def stored(self) -> int:
         return sum(span.length for span in self._journal.spans if span.stored)
 
-    def run(self, receiver: Callable[[], object], record: dict[str, str]) -> str:
+    def run(self, receiver: Callable[[], AbstractContextManager[Receiver]], record: dict[str, str]) -> str:
         pause = FIRST_PAUSE
         while True:
             begun = time.monotonic()
             try:
-                with receiver() as destination:  # type: ignore[attr-defined]
+                with receiver() as destination:
                     return self._run(destination, record)
             except DFlashError as error:
                 lost = is_lost_link(error) or (isinstance(error, FetchError) and error.may_pass)
@@ -162,7 +126,8 @@ class _Fetching:
             time.sleep(pause)
 
     def _run(self, receiver: Receiver, record: dict[str, str]) -> str:
-        opened = receiver.open(self._path, self._journal.size, self._journal.transfer)
+        notes = self._journal
+        opened = receiver.open(self._path, notes.size, notes.transfer, about=notes.about)
         if opened.committed is not None:
             self._journal.remove()
             return opened.committed

@@ -1,24 +1,22 @@
-"""``relay --via s3``: a file from host to host through the object store of ``hosts.yaml``."""
+"""``relay --via s3``: a file, or what is wanted of a checkpoint, through the object store of ``hosts.yaml``."""
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import replace
 
 from dflash.errors import UsageError
 from tasks import journal
 from tasks.approvals import Approval, Approved
 from tasks.contents import WholeFile, spans_of
-from tasks.ends import open_receiver
-from tasks.gate import Stat, open_session
-from tasks.inventory import Host, Inventory, Location
-from tasks.journal import Journal
+from tasks.ends import open_reader
+from tasks.inventory import Inventory, Location
 from tasks.object_store import ObjectStore
 from tasks.plans import Plan
-from tasks.relay import WHOLE, Arrived, RelayResult, Settings, check_destination, name_of_state, relayable
+from tasks.relay import WHOLE, RelayResult, Settings, check_destination, name_of_state, relay, relayable
 from tasks.ssh import Connector
-from tasks.staged_senders import ByHost, Sender, ThroughOperator, plan_uploads
+from tasks.staged_senders import ByHost, ThroughOperator, plan_uploads
 from tasks.staging import CHUNK_BYTES, StagedTransfer
-from tasks.transfer import Pace, Progress
+from tasks.streams import Content, Transfer
+from tasks.transfer import Progress
 
 
 def open_store(inventory: Inventory) -> ObjectStore:
@@ -42,10 +40,15 @@ def plan_staged_uploads(
     Looking at the source costs a session of ``approval``. The plan is the same until something of the file has
     arrived; None when nothing is missing any more.
     """
-    host, asked = _host(source), settings or Settings()
-    identity = _look(connector, host, approval, source)
-    with _journal(source, destination, identity, asked) as notes:
-        return plan_uploads(store, host, source.path, identity, notes, rate=asked.bandwidth)
+    host, asked = source.host, _in_chunks(settings or Settings())
+    if host is None:
+        raise UsageError(f"{source.path} is on this machine, which asks nobody before it uploads")
+    with open_reader(connector, source, approval) as reader:
+        content = WholeFile(source, relayable(reader, source, reader.stat(source.path)))
+    spans = spans_of(content.size, streams=1, range_bytes=asked.range_bytes)
+    about = f"{name_of_state(content.identity)} {WHOLE}"
+    with journal.opened(str(source), str(destination), about, content.size, spans) as notes:
+        return plan_uploads(store, host, content, notes, rate=asked.bandwidth)
 
 
 def relay_staged(
@@ -62,69 +65,28 @@ def relay_staged(
 ) -> RelayResult:
     """Move ``source`` to ``destination`` by ``store`` and return once it is there under its final name.
 
-    A host that is not protected uploads by itself, and a protected one does under ``uploads``, the approval of
-    :func:`plan_staged_uploads`; otherwise it is read under ``approval`` and this machine uploads. A relay that broke
+    All of a file a host that is not protected uploads by itself, and a protected one under ``uploads``, the approval of
+    :func:`plan_staged_uploads`; else the source is read under ``approval`` and this machine uploads. A relay that broke
     is gone on with, also one that went over ssh alone. Raises as :func:`tasks.relay.relay`, and a
     :class:`~tasks.object_store.StoreError` when the store is what is wrong; then nothing is under the final name.
     """
     check_destination(destination)
     store.probe()
-    host, asked = _host(source), settings or Settings()
-    identity = _look(connector, host, approval, source)
-    content = WholeFile(source, identity)
-    through = ThroughOperator(
-        content, lambda: open_session(connector, host, approval), store, pace=Pace(asked.bandwidth)
-    )
-    sender: Sender = through
-    if not host.protected or uploads is not None:
+    asked = _in_chunks(settings or Settings())
+
+    def carry(transfer: Transfer) -> StagedTransfer:
+        through = ThroughOperator(transfer.content, transfer.ends.session, store, pace=transfer.pace)
+        return StagedTransfer(transfer, store, _by_host(transfer.content, through) or through)
+
+    def _by_host(content: Content, through: ThroughOperator) -> ByHost | None:
+        host = source.host
+        if not isinstance(content, WholeFile) or host is None or (host.protected and uploads is None):
+            return None
         approvals = () if uploads is None else uploads.approvals
-        sender = ByHost(
-            connector,
-            host,
-            source.path,
-            identity,
-            store,
-            approvals=approvals,
-            otherwise=through,
-            rate=asked.bandwidth,
-        )
-    with _journal(source, destination, identity, asked) as notes:
-        transfer = StagedTransfer(
-            journal=notes,
-            receiver=lambda: open_receiver(connector, destination),
-            store=store,
-            sender=sender,
-            path=destination.path,
-            sidecar={"source": str(source), "identity": name_of_state(identity), "selected": WHOLE, "via": store.name},
-            progress=progress,
-            notice=notice,
-            reread=asked.reread,
-            patience=asked.patience,
-        )
-        missing = identity.size - sum(span.length for span in notes.spans if span.stored)
-        begun = time.monotonic()
-        digest = transfer.run()
-        seconds = time.monotonic() - begun
-    arrived = Arrived(destination.path, identity.size, digest, missing)
-    about = name_of_state(identity)
-    return RelayResult(source, destination, about, "all", identity.size, (arrived,), seconds, streams=1)
+        return ByHost(connector, host, content, store, approvals=approvals, otherwise=through, rate=asked.bandwidth)
+
+    return relay(connector, approval, source, destination, asked, progress=progress, notice=notice, carry=carry)
 
 
-def _host(location: Location) -> Host:
-    if location.host is None:
-        raise UsageError(f"{location.path} names no host: a relay through an object store goes from host to host")
-    return location.host
-
-
-def _look(connector: Connector, host: Host, approval: Approval | None, source: Location) -> Stat:
-    with open_session(connector, host, approval) as session:
-        return relayable(session, source, session.stat(source.path))
-
-
-@contextmanager
-def _journal(source: Location, destination: Location, identity: Stat, settings: Settings) -> Iterator[Journal]:
-    spans = spans_of(identity.size, streams=1, range_bytes=min(settings.range_bytes, CHUNK_BYTES))
-    with journal.opened(
-        str(source), str(destination), f"{name_of_state(identity)} {WHOLE}", identity.size, spans
-    ) as notes:
-        yield notes
+def _in_chunks(settings: Settings) -> Settings:
+    return replace(settings, streams=1, range_bytes=min(settings.range_bytes, CHUNK_BYTES))

@@ -11,8 +11,9 @@ from tasks.actions import MOST_PARTS, Part, Upload
 from tasks.approvals import Approval
 from tasks.changes import Uploaded, upload
 from tasks.channel import RequestFailed
+from tasks.contents import WholeFile
+from tasks.ends import Reader
 from tasks.errors import Refused
-from tasks.gate import GateSession, Stat
 from tasks.inventory import Host
 from tasks.journal import Journal, Span
 from tasks.object_store import ATTEMPTS, ObjectStore, StoreBusyError
@@ -67,14 +68,14 @@ class ThroughOperator:
     def __init__(
         self,
         content: Content,
-        session: Callable[[], AbstractContextManager[GateSession]],
+        session: Callable[[], AbstractContextManager[Reader]],
         store: ObjectStore,
         *,
         pace: Pace | None = None,
     ) -> None:
         self._content, self._open, self._store = content, session, store
         self._pace = pace or Pace(0)
-        self._session: GateSession | None = None
+        self._session: Reader | None = None
 
     def __call__(self, work: Work) -> None:
         spans = work.take(1)
@@ -96,7 +97,7 @@ class ThroughOperator:
             self._content.check_unchanged(session)
 
     @contextmanager
-    def _opened(self) -> Iterator[GateSession]:
+    def _opened(self) -> Iterator[Reader]:
         with self._open() as session:
             self._session = session
             try:
@@ -104,7 +105,7 @@ class ThroughOperator:
             finally:
                 self._session = None
 
-    def _put(self, session: GateSession, work: Work, span: Span) -> None:
+    def _put(self, session: Reader, work: Work, span: Span) -> None:
         """One chunk; a store that is busy before it takes any of it is asked again, which costs the grant nothing."""
         for number in range(ATTEMPTS):
             putting = _Putting(self._store, work.key(span), span.length)
@@ -121,7 +122,7 @@ class ThroughOperator:
         assert putting.failure is not None
         raise putting.failure
 
-    def _send(self, session: GateSession, work: Work, span: Span, putting: "_Putting") -> str:
+    def _send(self, session: Reader, work: Work, span: Span, putting: "_Putting") -> str:
         def moved(count: int) -> None:
             work.moved(count)
             self._pace(count)
@@ -138,7 +139,7 @@ class ThroughOperator:
 
 
 class ByHost:
-    """Have the source's host put the file at ``path`` into ``store``, with presigned URLs and no credentials.
+    """Have the source's host put the file ``content`` into ``store``, with presigned URLs and no credentials.
 
     A protected host does so under ``approvals``, one for each upload of :func:`plan_uploads`; what they do not cover,
     because a chunk got lost on its way, is left to ``otherwise``.
@@ -148,21 +149,20 @@ class ByHost:
         self,
         connector: Connector,
         host: Host,
-        path: str,
-        identity: Stat,
+        content: WholeFile,
         store: ObjectStore,
         *,
         approvals: Sequence[Approval] = (),
         otherwise: ThroughOperator | None = None,
         rate: int = 0,
     ) -> None:
-        self._connector, self._host, self._path, self._identity = connector, host, path, identity
+        self._connector, self._host, self._content = connector, host, content
         self._store, self._approvals, self._otherwise, self._rate = store, list(approvals), otherwise, rate
         self._failed = 0
 
     def __call__(self, work: Work) -> None:
         while spans := work.take(PARTS_AT_ONCE):
-            action = upload_of(self._host, self._path, self._identity, self._store, spans, work.key, self._rate)
+            action = upload_of(self._host, self._content, self._store, spans, work.key, self._rate)
             if not self._host.protected:
                 self._upload(work, None, action, spans)
             elif (approval := self._approval_of(action)) is not None:
@@ -208,9 +208,7 @@ class ByHost:
         self._otherwise.put_all(work, spans)
 
 
-def plan_uploads(
-    store: ObjectStore, host: Host, path: str, identity: Stat, journal: Journal, *, rate: int = 0
-) -> Plan | None:
+def plan_uploads(store: ObjectStore, host: Host, content: WholeFile, journal: Journal, *, rate: int = 0) -> Plan | None:
     """What must be approved before ``host``, which is protected, may put what is missing into ``store`` by itself.
 
     None when nothing is missing. One upload for every eight chunks: the next one begins when the destination has
@@ -224,7 +222,7 @@ def plan_uploads(
     groups = [missing[start : start + PARTS_AT_ONCE] for start in range(0, len(missing), PARTS_AT_ONCE)]
     if not groups:
         return None
-    uploads = tuple(upload_of(host, path, identity, store, spans, key, rate) for spans in groups)
+    uploads = tuple(upload_of(host, content, store, spans, key, rate) for spans in groups)
     return Plan(
         changes=uploads,
         effect=f"{host.name} sends {show_size(sum(each.bytes for each in uploads))} of the file to {store.name}",
@@ -251,18 +249,18 @@ def key_of(store: ObjectStore, journal: Journal, span: Span) -> str:
 
 def upload_of(
     host: Host,
-    path: str,
-    identity: Stat,
+    content: WholeFile,
     store: ObjectStore,
     spans: Sequence[Span],
     key: Callable[[Span], str],
     rate: int,
 ) -> Upload:
-    """The action by which ``host`` puts ``spans`` of ``path`` into ``store``."""
+    """The action by which ``host`` puts ``spans`` of ``content`` into ``store``."""
+    identity = content.identity
     return Upload(
         host=host.name,
         host_keys=host.fingerprints,
-        path=path,
+        path=content.source.path,
         identity=(identity.device, identity.inode, identity.size, identity.mtime_ns),
         endpoint=store.endpoint,
         bucket=store.bucket,

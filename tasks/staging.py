@@ -12,19 +12,17 @@ source's host may upload, else :class:`~tasks.staged_senders.ThroughOperator`.
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from dflash.errors import DFlashError
-from tasks.journal import Journal, Span
+from tasks.journal import Span
 from tasks.object_store import ObjectStore, StoreBusyError, StoreError
 from tasks.staged_leftovers import chunk_prefix, forget, remember, sweep
 from tasks.staged_senders import Sender, key_of, missing_spans
-from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE_SECONDS, is_lost_link, is_of_changed_source
-from tasks.transfer import FetchError, Progress, Receiver, ReceiverLostError, TransferError
+from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, Transfer, is_lost_link, is_of_changed_source
+from tasks.transfer import FetchError, Opened, Receiver, ReceiverLostError, TransferError
 
 CHUNK_BYTES = 64 << 20
 MOST_WAITING = 2
@@ -39,25 +37,17 @@ class _Stopped(Exception):
     """The destination's half is over."""
 
 
-@dataclass
 class StagedTransfer:
-    """One file on its way to ``path`` by ``store``; :meth:`run` returns the sha256 that the destination took of it.
+    """``transfer`` by ``store`` instead; :meth:`run` returns the sha256 that the destination took of the file.
 
-    The fields are those of :class:`~tasks.streams.Transfer`, and a journal may go on from one to the other.
+    The journal stays good for the other way.
     """
 
-    journal: Journal
-    receiver: Callable[[], AbstractContextManager[Receiver]]
-    store: ObjectStore
-    sender: Sender
-    path: str
-    sidecar: dict[str, Any]
-    progress: Progress | None = None
-    notice: Callable[[str], None] | None = None
-    reread: bool = False
-    patience: float = PATIENCE_SECONDS
-
-    def __post_init__(self) -> None:
+    def __init__(self, transfer: Transfer, store: ObjectStore, sender: Sender) -> None:
+        self.transfer, self.store, self.sender = transfer, store, sender
+        self.journal, self.path, self.patience = transfer.journal, transfer.path, transfer.patience
+        self.notice = transfer.notice
+        self.missing = self._size = sum(span.length for span in transfer.journal.spans)
         self._change = threading.Condition()
         self._waiting: deque[Span] = deque()
         self._taken: list[Span] = []
@@ -91,9 +81,11 @@ class StagedTransfer:
     # --- the destination's half, in the caller's thread
 
     def _lead(self) -> str:
-        with self.receiver() as receiver:
-            opened = receiver.open(self.path, self.journal.size, self.journal.transfer, about=self.journal.about)
+        with self.transfer.ends.receiver() as receiver:
+            opened = self._open(receiver)
             if opened.committed is not None:
+                if self._uploading is None:
+                    self.missing = 0
                 self.journal.remove()
                 return opened.committed
             if self._uploading is None:
@@ -107,6 +99,10 @@ class StagedTransfer:
             self._report(force=True)
             return self._commit(receiver)
 
+    def _open(self, receiver: Receiver) -> Opened:
+        notes = self.journal
+        return receiver.open(self.path, notes.size, notes.transfer, about=notes.about, sparse=notes.sparse)
+
     def _begin(self) -> None:
         """Go on with what is in the store already, of a relay that was killed, and send what is not."""
         missing, placed = missing_spans(self.store, self.journal)
@@ -115,6 +111,7 @@ class StagedTransfer:
             self.journal.lost(span)
         self._waiting, self._ready = deque(missing), deque(placed)
         self._stored = sum(span.length for span in self.journal.spans if span.stored)
+        self.missing -= self._stored
         self._placed = self._stored + sum(span.length for span in placed)
         self._report(force=True)
         self._uploading = threading.Thread(target=self._upload, name="upload", daemon=True)
@@ -190,19 +187,24 @@ class StagedTransfer:
     def _commit(self, receiver: Receiver) -> str:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
         try:
-            sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread)
+            sha256 = receiver.commit(
+                ranges, self._sidecar(), reread=self.transfer.reread, expected=self.transfer.expected
+            )
         except TransferError as error:
-            if self.reread and not isinstance(error, ReceiverLostError):
+            if self.transfer.reread and not isinstance(error, ReceiverLostError):
                 self.journal.begin_anew()
             raise
         self.journal.remove()
         return sha256
 
+    def _sidecar(self) -> dict[str, Any]:
+        return {**self.transfer.sidecar, "via": self.store.name}
+
     def _discard(self) -> None:
         """What arrived is of use to nobody."""
         self.journal.remove()
-        with suppress(DFlashError), self.receiver() as receiver:
-            receiver.open(self.path, self.journal.size, self.journal.transfer)
+        with suppress(DFlashError), self.transfer.ends.receiver() as receiver:
+            self._open(receiver)
             receiver.discard()
 
     def _raise_unless_lost(self, error: DFlashError) -> None:
@@ -252,7 +254,7 @@ class StagedTransfer:
                 if self._waiting and len(self._ready) <= MOST_WAITING:
                     self._taken = [self._waiting.popleft() for _ in range(min(most, len(self._waiting)))]
                     return list(self._taken)
-                if self._stored == self.journal.size:
+                if self._stored == self._size:
                     return []
                 self._change.wait(0.2)
 
@@ -282,10 +284,11 @@ class StagedTransfer:
     def _report(self, *, force: bool = False) -> None:
         """What is in the store counts half."""
         now = time.monotonic()
-        if self.progress is not None and (force or now - self._reported >= PROGRESS_SECONDS):
+        progress = self.transfer.progress
+        if progress is not None and (force or now - self._reported >= PROGRESS_SECONDS):
             self._reported = now
-            sent = min(self._placed + self._partly, self.journal.size)
-            self.progress((sent + self._stored) // 2, self.journal.size)
+            sent = min(self._placed + self._partly, self._size)
+            progress((sent + self._stored) // 2, self._size)
 
     def _delete(self, span: Span) -> None:
         with suppress(StoreError):  # what is left is found at the end

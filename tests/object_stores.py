@@ -116,6 +116,42 @@ def store_server(
         _end(running)
 
 
+LAB_ADDRESS = "10.1.99.9"
+LAB_NAMESPACE = "dflash-store"
+
+
+@contextmanager
+def lab_store(kind: str, folder: Path) -> Iterator[StoreServer]:
+    """A server in a namespace of its own, which both hosts of the isolated lab and the operator reach at one address.
+
+    Each has a cable of its own to it, and it forwards nothing: the two hosts are as far from each other as before.
+    """
+    hosts = {"kpro6": "10.1.2.6", "ct129": "10.1.230.172", "operator": "10.1.2.1"}
+    _run("ip", "netns", "add", LAB_NAMESPACE)
+    try:
+        inside = ("nsenter", f"--net=/run/netns/{LAB_NAMESPACE}", "--")
+        _run(*inside, "sh", "-c", "echo 0 > /proc/sys/net/ipv4/ip_forward")
+        _ip(LAB_NAMESPACE, "link set lo up", f"address add {LAB_ADDRESS}/32 dev lo")
+        for name, address in hosts.items():
+            _ip(LAB_NAMESPACE, f"link add {name} type veth peer name store netns dflash-{name}")
+            _ip(f"dflash-{name}", "link set store up", f"route add {LAB_ADDRESS} dev store src {address}")
+            _ip(LAB_NAMESPACE, f"link set {name} up", f"route add {address} dev {name} src {LAB_ADDRESS}")
+        with store_server(kind, folder, address=LAB_ADDRESS, inside=inside) as server:
+            yield server
+    finally:
+        # the cables go with it
+        _run("ip", "netns", "delete", LAB_NAMESPACE)
+
+
+def _ip(namespace: str, *commands: str) -> None:
+    for command in commands:
+        _run("ip", "-n", namespace, *command.split())
+
+
+def _run(*argv: str) -> None:
+    subprocess.run(argv, check=True, capture_output=True, timeout=30)
+
+
 def ports(address: str, count: int) -> list[int]:
     """Free ports of ``address``, each another one."""
     taken = [socket.create_server((address, 0)) for _ in range(count)]
@@ -154,6 +190,14 @@ def store(server: StoreServer) -> ObjectStore:
     return ObjectStore(server.staging())
 
 
+def _ports_of(address: str, count: int) -> list[int]:
+    """Free ports of ``address``, or any in a namespace that only one server lives in."""
+    if address == LAB_ADDRESS:
+        return list(range(9000, 9000 + count))
+    # SeaweedFS listens on 127.0.0.1 as well
+    return ports("127.0.0.1", count)
+
+
 def _seaweedfs(
     program: Path, folder: Path, address: str, access: str, secret: str
 ) -> tuple[int, list[str], dict[str, str]]:
@@ -166,7 +210,7 @@ def _seaweedfs(
     (folder / "data").mkdir()
     (folder / "logs").mkdir()
     names = [f"{part}.port{kind}" for part in ("master", "volume", "filer", "s3") for kind in ("", ".grpc")]
-    chosen = dict(zip(names, ports("127.0.0.1" if address.startswith("127.") else "0.0.0.0", len(names)), strict=True))
+    chosen = dict(zip(names, _ports_of(address, len(names)), strict=True))
     options = {
         "dir": folder / "data",
         "ip": address,
@@ -198,7 +242,7 @@ def _rclone(
     program: Path, folder: Path, address: str, access: str, secret: str
 ) -> tuple[int, list[str], dict[str, str]]:
     (folder / "data" / BUCKET).mkdir(parents=True)
-    (port,) = ports(address if address.startswith("127.") else "0.0.0.0", 1)
+    (port,) = _ports_of(address, 1)
     argv = [str(program), "serve", "s3", f"--addr={address}:{port}", "--config=/dev/null", str(folder / "data")]
     # argv is everybody's to read
     return port, argv, {"RCLONE_AUTH_KEY": f'"{access},{secret}"'}

@@ -18,12 +18,14 @@ from tasks import staged_senders, staging
 from tasks.actions import Upload
 from tasks.approvals import Approval, Approved
 from tasks.inventory import Location
+from tasks.link_speed import measure
 from tasks.object_store import ObjectStore, StoreAccessError, StoreBusyError, StoreError
 from tasks.plans import Plan
 from tasks.relay import RelayResult, Settings, plan_relay, relay
 from tasks.staged_leftovers import sweep
 from tasks.staged_relay import plan_staged_uploads, relay_staged
 from tasks.transfer import Progress
+from tasks.ways import choose_way
 from tests.object_stores import BUCKET, StoreServer
 from tests.sshds import Operator
 
@@ -60,7 +62,7 @@ class Way:
         return Location(self.operator.infer, str(self.destination_file))
 
     def relay(self, progress: Progress | None = None, **changes: Any) -> RelayResult:
-        settings = Settings(range_bytes=CHUNK, patience=30.0)
+        settings = Settings(range_bytes=CHUNK)
         approval = self._approval()
         return relay_staged(
             self.operator.connector,
@@ -72,13 +74,13 @@ class Way:
         )
 
     def relay_over_ssh(self, progress: Progress | None = None) -> RelayResult:
-        settings = Settings(range_bytes=CHUNK, patience=30.0, streams=1)
+        settings = Settings(range_bytes=CHUNK, streams=1)
         return relay(
             self.operator.connector,
             self._approval(),
             self.source,
             self.destination,
-            settings=settings,
+            settings,
             progress=progress,
         )
 
@@ -148,6 +150,7 @@ def test_file_arrives_and_nothing_of_it_stays_in_the_store(way: Way, caplog: pyt
         assert secret not in caplog.text + audit
 
 
+@pytest.mark.slow
 def test_few_chunks_are_in_the_store_at_once(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
     """The destination is slower than the source; without the bound all would lie there."""
     most: list[int] = []
@@ -180,6 +183,7 @@ class TestFaults:
         assert way.whole()
         assert any("came out of" in notice for notice in way.notices)
 
+    @pytest.mark.slow
     def test_store_that_changes_a_chunk_every_time_is_given_up(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         place = ObjectStore.put
 
@@ -206,6 +210,7 @@ class TestFaults:
         assert "trying again" in notice
         assert "X-Amz" not in notice
 
+    @pytest.mark.slow
     def test_secret_that_becomes_wrong_in_the_middle_is_named(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         sign = ObjectStore.presign_get
 
@@ -310,6 +315,7 @@ class TestByHost:
         assert [ends[approval.serial]["bytes"] for approval in uploads.approvals] == [3 * CHUNK, SIZE - 3 * CHUNK]
         assert sum(entry["bytes"] for entry in ends.values()) == SIZE
 
+    @pytest.mark.slow
     def test_chunk_that_is_lost_behind_a_spent_approval_is_read_by_the_grant(
         self, way: Way, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -323,6 +329,7 @@ class TestByHost:
         read = sum(entry["bytes"] for entry in way.operator.events("end")) - SIZE
         assert read == CHUNK
 
+    @pytest.mark.slow
     def test_plan_names_every_byte_and_object_and_is_the_same_until_something_arrives(self, way: Way) -> None:
         plan = way.plan_uploads()
         assert plan == way.plan_uploads()
@@ -335,6 +342,7 @@ class TestByHost:
         assert isinstance(rest, Upload)
         assert set(rest.parts) < set(upload.parts)
 
+    @pytest.mark.slow
     def test_store_that_is_busy_for_the_host_is_waited_for(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         """The host's own word on it is not one that tells busy from broken."""
         way.source_host = way.operator.infer
@@ -351,6 +359,32 @@ class TestByHost:
         (notice,) = way.notices
         assert re.search(r"took no 'relay/.*: 40[03]", notice)
         assert "X-Amz" not in notice
+
+
+class TestLinks:
+    def test_each_link_is_measured_and_nothing_stays(self, way: Way) -> None:
+        way.source_host = way.operator.infer
+        links = measure(way.operator.connector, way.store, None, way.source, way.destination)
+        assert min(vars(links)[name] for name in vars(links) if name != "trouble") > 1
+        assert way.server.keys() == []
+        assert list(way.destination_file.parent.iterdir()) == []
+
+    @pytest.mark.slow
+    def test_protected_host_is_not_asked_to_upload(self, way: Way) -> None:
+        links = measure(way.operator.connector, way.store, way._approval(), way.source, way.destination)
+        assert links.source_to_store is None
+        assert links.here_to_store is not None
+        (end,) = way.operator.events("end")
+        assert end["bytes"] == SIZE
+
+    @pytest.mark.slow
+    def test_store_that_cannot_be_used_is_said_to_be_why(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret-but-wrong")
+        store = ObjectStore(way.server.staging())
+        links = measure(way.operator.connector, store, way._approval(), way.source, way.destination)
+        choice = choose_way(links, SIZE, chunk=CHUNK)
+        assert choice.way == "ssh"
+        assert "refused the credentials" in choice.why
 
 
 def broken_at(share: float) -> Progress:
@@ -372,7 +406,7 @@ def test_relay_that_broke_goes_on_with_what_is_missing(way: Way) -> None:
     assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
 
 
-@pytest.mark.parametrize("first", ["s3", "ssh"])
+@pytest.mark.parametrize("first", ["s3", pytest.param("ssh", marks=pytest.mark.slow)])
 def test_relay_goes_on_by_the_other_way(way: Way, first: str) -> None:
     one, other = (way.relay, way.relay_over_ssh) if first == "s3" else (way.relay_over_ssh, way.relay)
     with pytest.raises(ZeroDivisionError):

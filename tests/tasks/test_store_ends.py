@@ -3,21 +3,26 @@
 import hashlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tasks.feeds import HostFeed, LocalFeed, StoredFeed
+from tasks.feeds import StoredFeed, feed_of
 from tasks.from_store import Fetched, fetch_object
-from tasks.gate import open_session
 from tasks.inventory import Location
 from tasks.object_store import ObjectPlace, ObjectStore, Probe, StoreError
-from tasks.relay import Settings, WholeFile
+from tasks.relay import Settings
 from tasks.to_store import Put, abort_abandoned, put_object
 from tasks.transfer import Progress, SourceChangedError, TransferError
 from tests.object_stores import BUCKET, StoreServer
 from tests.sshds import Operator
+
+# both take the same here, so the second is for the slow run
+pytestmark = pytest.mark.parametrize(
+    "any_server", ["seaweedfs", pytest.param("rclone", marks=pytest.mark.slow)], indirect=True
+)
 
 PART = 5 << 20  # stores take no smaller one but as the last
 SIZE = 3 * PART + 12345
@@ -33,8 +38,15 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def put(file: Path, store: ObjectStore, progress: Progress | None = None, **options: Any) -> Put:
-    return put_object(LocalFeed(file), str(file), store, PLACE, part_bytes=PART, progress=progress, **options)
+@pytest.fixture
+def put(operator: Operator, file: Path, store: ObjectStore) -> Callable[..., Put]:
+    """Put the file of this machine into the store."""
+
+    def put_it(progress: Progress | None = None) -> Put:
+        feed = feed_of(operator.connector, None, Location(None, str(file)))
+        return put_object(feed, str(file), store, PLACE, part_bytes=PART, progress=progress)
+
+    return put_it
 
 
 def fetch(operator: Operator, store: ObjectStore, destination: Location, **options: Any) -> Fetched:
@@ -51,10 +63,8 @@ def test_file_of_a_protected_host_goes_into_the_store_and_out_to_another(
     operator: Operator, store: ObjectStore, server: StoreServer, file: Path, tmp_path: Path
 ) -> None:
     approval = operator.approve(path=str(file))
-    host, source = operator.train, Location(operator.train, str(file))
-    with open_session(operator.connector, host, approval) as session:
-        content = WholeFile(source, session.stat(source.path))
-    feed = HostFeed(content, "first", lambda: open_session(operator.connector, host, approval))
+    source = Location(operator.train, str(file))
+    feed = feed_of(operator.connector, approval, source)
     told: list[int] = []
     result = put_object(
         feed, str(source), store, PLACE, part_bytes=PART, progress=lambda done, total: told.append(done)
@@ -90,10 +100,10 @@ def test_object_comes_to_this_machine_and_goes_to_another_key(
 
 
 def test_upload_that_broke_goes_on_with_the_missing_parts(
-    store: ObjectStore, server: StoreServer, file: Path, monkeypatch: pytest.MonkeyPatch
+    store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(ZeroDivisionError):
-        put(file, store, lambda done, total: done > total * 0.9 and 1 // 0)
+        put(lambda done, total: done > total * 0.9 and 1 // 0)
     assert server.keys() == []
     (upload,) = left_behind(server)
     sent: list[int] = []
@@ -106,7 +116,7 @@ def test_upload_that_broke_goes_on_with_the_missing_parts(
         return call(store, operation, **arguments)
 
     monkeypatch.setattr(ObjectStore, "call", counting)
-    result = put(file, store)
+    result = put()
     assert server.content(PLACE.key) == file.read_bytes()
     assert result.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
     assert result.moved < SIZE
@@ -114,18 +124,22 @@ def test_upload_that_broke_goes_on_with_the_missing_parts(
     assert 1 not in sent
 
 
-def test_upload_that_the_store_has_forgotten_begins_anew(store: ObjectStore, server: StoreServer, file: Path) -> None:
+def test_upload_that_the_store_has_forgotten_begins_anew(
+    store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put]
+) -> None:
     with pytest.raises(ZeroDivisionError):
-        put(file, store, lambda done, total: done > total * 0.9 and 1 // 0)
+        put(lambda done, total: done > total * 0.9 and 1 // 0)
     for upload in left_behind(server):
         server.client().abort_multipart_upload(Bucket=BUCKET, Key=PLACE.key, UploadId=upload)
-    assert put(file, store).moved == SIZE
+    assert put().moved == SIZE
     assert server.content(PLACE.key) == file.read_bytes()
 
 
-def test_upload_that_nobody_goes_on_with_is_aborted(store: ObjectStore, server: StoreServer, file: Path) -> None:
+def test_upload_that_nobody_goes_on_with_is_aborted(
+    store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put]
+) -> None:
     with pytest.raises(ZeroDivisionError):
-        put(file, store, lambda done, total: done > total * 0.9 and 1 // 0)
+        put(lambda done, total: done > total * 0.9 and 1 // 0)
     assert abort_abandoned(store) == 0
     (journal,) = (file.parent / "state" / "relays").glob("*.json")
     journal.unlink()
@@ -133,7 +147,9 @@ def test_upload_that_nobody_goes_on_with_is_aborted(store: ObjectStore, server: 
     assert left_behind(server) == []
 
 
-def test_source_that_changes_leaves_what_was_there_before(store: ObjectStore, server: StoreServer, file: Path) -> None:
+def test_source_that_changes_leaves_what_was_there_before(
+    store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put]
+) -> None:
     server.client().put_object(Bucket=BUCKET, Key=PLACE.key, Body=b"before")
 
     def rewrite(done: int, total: int) -> None:
@@ -141,14 +157,19 @@ def test_source_that_changes_leaves_what_was_there_before(store: ObjectStore, se
             os.utime(file, (0, 0))
 
     with pytest.raises(SourceChangedError, match="changed while read"):
-        put(file, store, rewrite)
+        put(rewrite)
     assert server.content(PLACE.key) == b"before"
     assert left_behind(server) == []
 
 
 @pytest.mark.parametrize("verifies", [frozenset(), frozenset({"crc32"})], ids=["not at all", "checksums"])
 def test_store_that_keeps_other_bytes_is_found_out(
-    store: ObjectStore, server: StoreServer, file: Path, monkeypatch: pytest.MonkeyPatch, verifies: frozenset[Any]
+    store: ObjectStore,
+    server: StoreServer,
+    file: Path,
+    put: Callable[..., Put],
+    monkeypatch: pytest.MonkeyPatch,
+    verifies: frozenset[Any],
 ) -> None:
     call = ObjectStore.call
 
@@ -164,7 +185,7 @@ def test_store_that_keeps_other_bytes_is_found_out(
     monkeypatch.setattr(ObjectStore, "call", spoiling)
     monkeypatch.setattr(ObjectStore, "probe", lambda store: Probe(verifies, 0.0))
     with pytest.raises(StoreError, match="BadDigest" if verifies else "does not hold what was put there"):
-        put(file, store)
+        put()
     assert server.keys() == []
 
 
@@ -190,9 +211,9 @@ def test_object_that_changes_while_it_is_fetched_never_gets_its_final_name(
 
 
 def test_object_that_is_not_what_was_put_there_is_refused(
-    operator: Operator, store: ObjectStore, server: StoreServer, file: Path, tmp_path: Path
+    operator: Operator, store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put], tmp_path: Path
 ) -> None:
-    put(file, store)
+    put()
     key = f"{PLACE.key}.relay.json"
     sidecar = json.loads(server.content(key))
     sidecar["ranges"][1][2] = "0" * 64
