@@ -50,6 +50,7 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.site = contextlib.ExitStack()
+        (self.folder / "sshds").mkdir()
         hosts = self.site.enter_context(both_sshds(self.folder / "sshds"))
         self.operator = hosts.operator(self.folder / "operator")
         self.source, self.destination = self.folder / "source.bin", self.folder / "there" / "destination.bin"

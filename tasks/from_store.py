@@ -13,10 +13,11 @@ from tasks.actions import Count, Sha256, said
 from tasks.contents import spans_of
 from tasks.ends import open_receiver
 from tasks.inventory import Location
-from tasks.object_store import ObjectMissingError, ObjectPlace, ObjectStore, StoredObject
+from tasks.object_store import ObjectPlace, ObjectStore, StoredObject
 from tasks.relay import Settings, check_destination
 from tasks.ssh import Connector
 from tasks.staging import CHUNK_BYTES
+from tasks.store_errors import ObjectMissingError
 from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, is_lost_link
 from tasks.transfer import (
     FetchError,

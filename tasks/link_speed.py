@@ -13,9 +13,10 @@ from tasks.channel import GateError
 from tasks.contents import WholeFile
 from tasks.ends import Reader, open_reader, open_receiver
 from tasks.inventory import Location
-from tasks.object_store import ObjectStore, StoreError
+from tasks.object_store import ObjectStore
 from tasks.relay import relayable
 from tasks.ssh import Connector
+from tasks.store_errors import StoreError
 from tasks.transfer import FetchError, Receiver, write_all
 from tasks.ways import Links
 

@@ -8,15 +8,12 @@ from logging the requests that hold them.
 """
 
 import base64
-import email.utils
-import logging
 import re
 import secrets
 import threading
-import time
 import urllib.parse
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
@@ -26,34 +23,36 @@ import boto3
 import botocore.loaders
 import botocore.session
 from botocore.awsrequest import (
-    AWSHTTPConnection,
-    AWSHTTPConnectionPool,
-    AWSHTTPSConnection,
-    AWSHTTPSConnectionPool,
     AWSPreparedRequest,
 )
 from botocore.config import Config
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
-    ConfigNotFound,
-    NoCredentialsError,
-    PartialCredentialsError,
-    ProfileNotFound,
 )
-from botocore.httpsession import URLLib3Session
 from botocore.utils import get_environ_proxies
 
 from dflash.errors import UsageError
 from tasks.actions import said
 from tasks.inventory import Staging
-from tasks.transfer import TransferError
+from tasks.store_errors import (
+    MOST_SKEW_SECONDS,
+    ObjectMissingError,
+    StoreBusyError,
+    StoreError,
+    UntrustworthyStoreError,
+    code_in,
+    explained,
+    refused,
+    skew_in,
+    wrong_clock,
+)
+from tasks.store_http import AskingSession, Feed, keep_requests_out_of_logs
 
 URL_SECONDS = 900
 """How long a presigned URL is good for: it is used at once, and what has begun goes on when it expires."""
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 ATTEMPTS = 5
-MOST_SKEW_SECONDS = 300.0
 _MODELS = botocore.loaders.create_loader()
 """botocore's description of S3, which takes longer to read than most relays of a small file."""
 OTHER_CONTENT = b"\0dflash probe\xff" * 7919
@@ -61,29 +60,6 @@ OTHER_CONTENT = b"\0dflash probe\xff" * 7919
 
 Checksum = Literal["md5", "crc32"]
 CHECKSUMS: tuple[Checksum, ...] = ("md5", "crc32")
-NO_ENTRY = ("AccessDenied", "InvalidAccessKeyId", "SignatureDoesNotMatch", "InvalidToken", "ExpiredToken", "403")
-TOO_SKEWED = ("RequestTimeTooSkewed", "RequestExpired")
-MISSING = ("NoSuchKey", "404", "NotFound", "NoSuchUpload")
-
-
-class StoreError(TransferError):
-    """The object store did not do what it was asked for."""
-
-
-class StoreAccessError(StoreError):
-    """Credentials, bucket or clock are wrong; trying again does not help."""
-
-
-class StoreBusyError(StoreError):
-    """The store cannot be reached or says that it is overloaded or broken; it may be over soon."""
-
-
-class ObjectMissingError(StoreError):
-    """There is no such object, or no such unfinished upload."""
-
-
-class UntrustworthyStoreError(StoreError):
-    """The store does not give back what it was given, or hands it to everybody."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +108,7 @@ class ObjectStore:
     """
 
     def __init__(self, staging: Staging, *, bucket: str | None = None) -> None:
-        _keep_requests_out_of_logs()
+        keep_requests_out_of_logs()
         self.bucket, self.prefix = bucket or staging.bucket, staging.prefix
         self._staging = staging
         self._lock = threading.Lock()
@@ -186,7 +162,7 @@ class ObjectStore:
 
         The store is asked before the first of them is taken, so that a refusal costs none.
         """
-        feed = _Feed(chunks)
+        feed = Feed(chunks)
         headers = {
             "Content-Length": str(length),
             "Content-Type": "application/octet-stream",
@@ -200,7 +176,14 @@ class ObjectStore:
                 raise feed.failure from None
             raise StoreBusyError(f"{self.name}: {type(error).__name__} while {key} was put there") from None
         if response.status_code not in (200, 201, 204):
-            raise self._refusal(response.status_code, _code_in(response.content), f"PUT of {key}", response.headers)
+            raise refused(
+                response.status_code,
+                code_in(response.content),
+                f"PUT of {key}",
+                response.headers,
+                self.name,
+                self._staging.profile,
+            )
 
     def read(self, key: str, offset: int = 0, length: int | None = None) -> Iterator[bytes]:
         """The bytes of ``key``, all of them or a range, in pieces of at most 1 MiB."""
@@ -251,9 +234,9 @@ class ObjectStore:
 
     def _check_clock(self) -> float:
         reply = self._call("list_objects_v2", Prefix=f"{self.prefix}probe-", MaxKeys=1)
-        skew = _skew(reply["ResponseMetadata"]["HTTPHeaders"])
+        skew = skew_in(reply["ResponseMetadata"]["HTTPHeaders"])
         if abs(skew) > MOST_SKEW_SECONDS:
-            raise StoreAccessError(_clocks(self.name, skew))
+            raise wrong_clock(self.name, skew)
         return skew
 
     def _check_content(self, key: str, how: str) -> None:
@@ -356,141 +339,18 @@ class ObjectStore:
             raise self._explained(error, "the client") from None
 
     @cached_property
-    def _plain(self) -> "_AskingSession":
+    def _plain(self) -> AskingSession:
         """What sends requests that a URL signs already, as the client itself would: its proxies, its certificates."""
         address = self._staging.endpoint_url or "https://s3.amazonaws.com"
-        return _AskingSession(
+        return AskingSession(
             verify=self._session.get_config_variable("ca_bundle") or True,
             proxies=get_environ_proxies(address),
             timeout=(CONNECT_SECONDS, READ_SECONDS),
         )
 
-    # --- what went wrong
-
     def _explained(self, error: Exception, what: str) -> StoreError:
-        if isinstance(error, ClientError):
-            about = error.response["ResponseMetadata"]
-            code = str(error.response.get("Error", {}).get("Code", ""))
-            # some say of clocks only in words that they are the trouble
-            if "request time" in str(error.response.get("Error", {}).get("Message", "")):
-                code = TOO_SKEWED[0]
-            return self._refusal(about["HTTPStatusCode"], code, what, about.get("HTTPHeaders", {}))
-        profile = f"profile {self._staging.profile}" if self._staging.profile else "the environment"
-        if isinstance(error, NoCredentialsError | PartialCredentialsError | ProfileNotFound | ConfigNotFound):
-            return StoreAccessError(
-                f"{self.name}: no whole credentials in {profile}: name one that has them as staging.profile in "
-                "hosts.yaml, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-            )
-        if isinstance(error, ValueError):
-            return StoreAccessError(f"staging.endpoint_url {said(self.name)} is no URL; write http(s)://HOST[:PORT]")
-        return StoreBusyError(f"{self.name}: {type(error).__name__} at {said(what)}; is it up, and reached from here?")
-
-    def _refusal(self, status: int, code: str, what: str, headers: Any) -> StoreError:
-        """The error of an answer; ``headers`` tell the store's time."""
-        skew = _skew(headers)
-        if code in TOO_SKEWED or (code in NO_ENTRY and abs(skew) > MOST_SKEW_SECONDS):
-            return StoreAccessError(_clocks(self.name, skew))
-        if code == "NoSuchBucket":
-            return StoreAccessError(
-                f"{self.name}: there is no such bucket; make it, or correct staging.bucket in hosts.yaml"
-            )
-        if code in NO_ENTRY or status in (401, 403):
-            who = f"profile {self._staging.profile}" if self._staging.profile else "the environment"
-            return StoreAccessError(
-                f"{self.name} refused the credentials of {who} for {said(what)} ({status} {said(code)}): correct them, "
-                "or have the bucket's owner allow them to get, put, list and delete"
-            )
-        if code in MISSING or status == 404:
-            return ObjectMissingError(f"{self.name}: {said(what)}: not there ({status} {said(code)})")
-        message = f"{self.name} answered {status} {said(code)} to {said(what)}"
-        return StoreBusyError(message) if status >= 500 or status == 429 else StoreError(message)
-
-
-class _Asking:
-    """A connection that sends nothing of a body once the store has answered.
-
-    botocore waits for the answer to ``Expect: 100-continue`` and then lets the body come, to drop it.
-    """
-
-    def endheaders(self, *arguments: Any, **more: Any) -> None:
-        super().endheaders(*arguments, **more)  # type: ignore[misc]
-        if self._response_received:  # type: ignore[attr-defined]
-            # urllib3 goes on to read what the server had to say
-            raise BrokenPipeError
-
-
-class _AskingSession(URLLib3Session):  # type: ignore[misc]
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(**settings)
-        plain = type("", (_Asking, AWSHTTPConnection), {})
-        secure = type("", (_Asking, AWSHTTPSConnection), {})
-        self._pool_classes_by_scheme = {
-            "http": type("", (AWSHTTPConnectionPool,), {"ConnectionCls": plain}),
-            "https": type("", (AWSHTTPSConnectionPool,), {"ConnectionCls": secure}),
-        }
-        self._manager.pool_classes_by_scheme = self._pool_classes_by_scheme
-
-
-class _Feed:
-    """Chunks for a request that remember why they ended: the HTTP library hides what they raise."""
-
-    def __init__(self, chunks: Iterable[bytes | memoryview]) -> None:
-        self._chunks = chunks
-        self.failure: BaseException | None = None
-
-    def __iter__(self) -> Iterator[bytes | memoryview]:
-        try:
-            yield from self._chunks
-        except GeneratorExit:
-            raise
-        except BaseException as error:
-            self.failure = error
-            raise
-
-
-def retried(
-    attempt: Callable[[], None], *, tries: int = ATTEMPTS, pause: Callable[[float], object] = time.sleep
-) -> None:
-    """Repeat ``attempt`` while the store is busy, with pauses of half a second, one, two…"""
-    for number in range(tries):
-        try:
-            return attempt()
-        except StoreBusyError:
-            if number == tries - 1:
-                raise
-        pause(0.5 * 2**number)
-
-
-def _code_in(body: bytes) -> str:
-    """The error's code in an XML answer, and nothing else of it: the rest may repeat a signature."""
-    match = re.search(rb"<Code>([A-Za-z0-9.]{1,64})</Code>", body[:4096])
-    return match[1].decode("ascii") if match else ""
-
-
-def _skew(headers: Any) -> float:
-    """Seconds that the clock of whoever sent ``headers`` is ahead of this one; 0 where it does not say."""
-    try:
-        stamp = email.utils.parsedate_to_datetime({name.lower(): value for name, value in headers.items()}["date"])
-    except (KeyError, ValueError, TypeError):
-        return 0.0
-    return stamp.timestamp() - _now()
-
-
-def _now() -> float:
-    return time.time()
-
-
-def _clocks(name: str, skew: float) -> str:
-    ahead = "ahead of" if skew > 0 else "behind"
-    return f"the clock of {name} is {abs(skew):.0f} s {ahead} this machine's, so signatures are refused: set the clocks"
+        return explained(error, what, self.name, self._staging.profile)
 
 
 def _base64(digest: bytes) -> str:
     return base64.b64encode(digest).decode("ascii")
-
-
-def _keep_requests_out_of_logs() -> None:
-    for library in ("botocore", "boto3", "s3transfer", "urllib3"):
-        logger = logging.getLogger(library)
-        if logger.level < logging.ERROR:
-            logger.setLevel(logging.ERROR)

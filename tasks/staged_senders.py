@@ -16,11 +16,12 @@ from tasks.ends import Reader
 from tasks.errors import Refused
 from tasks.inventory import Host
 from tasks.journal import Journal, Span
-from tasks.object_store import ATTEMPTS, ObjectStore, StoreBusyError
+from tasks.object_store import ATTEMPTS, ObjectStore
 from tasks.plans import Plan
 from tasks.quantities import show_size
 from tasks.ssh import Connector
 from tasks.staged_leftovers import chunk_key, chunk_prefix
+from tasks.store_errors import StoreBusyError
 from tasks.streams import Content
 from tasks.transfer import PIPE_BYTES, Pace, SinkClosedError, TransferError
 

@@ -18,9 +18,10 @@ from typing import Any
 
 from dflash.errors import DFlashError
 from tasks.journal import Span
-from tasks.object_store import ObjectStore, StoreBusyError, StoreError
+from tasks.object_store import ObjectStore
 from tasks.staged_leftovers import chunk_prefix, forget, remember, sweep
 from tasks.staged_senders import Sender, key_of, missing_spans
+from tasks.store_errors import StoreBusyError, StoreError
 from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, Transfer, is_lost_link, is_of_changed_source
 from tasks.transfer import FetchError, Opened, Receiver, ReceiverLostError, TransferError
 

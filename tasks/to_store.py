@@ -24,10 +24,11 @@ from tasks import journal
 from tasks.feeds import Feed, OpenFeed
 from tasks.from_store import SIDECAR
 from tasks.journal import Journal, Span
-from tasks.object_store import ObjectMissingError, ObjectPlace, ObjectStore, StoreBusyError, UntrustworthyStoreError
+from tasks.object_store import ObjectPlace, ObjectStore
 from tasks.repack import combine_crc32
 from tasks.staged_leftovers import OLD_SECONDS, transfers_going_on
 from tasks.state import state_dir
+from tasks.store_errors import ObjectMissingError, StoreBusyError, UntrustworthyStoreError
 from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, PATIENCE_SECONDS, is_lost_link, is_of_changed_source
 from tasks.transfer import Pace, Progress, TransferError
 

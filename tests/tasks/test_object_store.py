@@ -14,17 +14,10 @@ import botocore.auth
 import pytest
 
 from dflash.errors import UsageError
-from tasks import object_store
+from tasks import object_store, store_errors
 from tasks.inventory import Staging
-from tasks.object_store import (
-    ObjectMissingError,
-    ObjectPlace,
-    ObjectStore,
-    StoreAccessError,
-    StoreBusyError,
-    UntrustworthyStoreError,
-    retried,
-)
+from tasks.object_store import ObjectPlace, ObjectStore
+from tasks.store_errors import ObjectMissingError, StoreAccessError, StoreBusyError, UntrustworthyStoreError
 from tests.object_stores import BUCKET, StoreServer
 
 CONTENT = bytes(range(256)) * 5000
@@ -164,8 +157,8 @@ class TestTrouble:
         behind = datetime.timedelta(hours=2)
         now = botocore.auth.get_current_datetime
         monkeypatch.setattr(botocore.auth, "get_current_datetime", lambda *_, **__: now() - behind)
-        real = object_store._now
-        monkeypatch.setattr(object_store, "_now", lambda: real() - behind.total_seconds())
+        real = store_errors._now
+        monkeypatch.setattr(store_errors, "_now", lambda: real() - behind.total_seconds())
         with pytest.raises(StoreAccessError, match=r"(72|71)\d\d s ahead of this machine's.*set the clocks"):
             attempt(ObjectStore(server.staging()))
 
@@ -222,21 +215,6 @@ def test_store_that_serves_everybody_is_caught(server: StoreServer) -> None:
 
     with answering(open_to_all) as endpoint, pytest.raises(UntrustworthyStoreError, match="make the bucket private"):
         ObjectStore(server.staging(endpoint_url=endpoint)).probe()
-
-
-def test_busy_store_is_asked_again_and_at_last_given_up() -> None:
-    pauses: list[float] = []
-    failures = iter([StoreBusyError("503"), StoreBusyError("503")])
-
-    def attempt() -> None:
-        if (failure := next(failures, None)) is not None:
-            raise failure
-
-    retried(attempt, pause=pauses.append)
-    assert pauses == [0.5, 1.0]
-    always = iter([StoreBusyError(str(number)) for number in range(9)])
-    with pytest.raises(StoreBusyError, match="2"):
-        retried(lambda: (_ for _ in ()).throw(next(always)), tries=3, pause=pauses.append)
 
 
 @pytest.mark.parametrize(

@@ -19,11 +19,12 @@ from tasks.actions import Upload
 from tasks.approvals import Approval, Approved
 from tasks.inventory import Location
 from tasks.link_speed import measure
-from tasks.object_store import ObjectStore, StoreAccessError, StoreBusyError, StoreError
+from tasks.object_store import ObjectStore
 from tasks.plans import Plan
 from tasks.relay import RelayResult, Settings, plan_relay, relay
 from tasks.staged_leftovers import sweep
 from tasks.staged_relay import plan_staged_uploads, relay_staged
+from tasks.store_errors import StoreAccessError, StoreBusyError, StoreError
 from tasks.transfer import Progress
 from tasks.ways import choose_way
 from tests.object_stores import BUCKET, StoreServer

@@ -12,8 +12,9 @@ import pytest
 from tasks.feeds import StoredFeed, feed_of
 from tasks.from_store import Fetched, fetch_object
 from tasks.inventory import Location
-from tasks.object_store import ObjectPlace, ObjectStore, Probe, StoreError
+from tasks.object_store import ObjectPlace, ObjectStore, Probe
 from tasks.relay import Settings
+from tasks.store_errors import StoreError
 from tasks.to_store import Put, abort_abandoned, put_object
 from tasks.transfer import Progress, SourceChangedError, TransferError
 from tests.object_stores import BUCKET, StoreServer
