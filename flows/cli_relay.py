@@ -21,8 +21,11 @@ from tasks.ssh import Connector
 
 def relay(
     source: Annotated[str, typer.Argument(metavar="SRC", help="HOST:/path or a path here: a file or a checkpoint.")],
-    destination: Annotated[
-        str, typer.Argument(metavar="DST", help="HOST:/path or a path here: the file, of a selection its folder.")
+    destinations: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="DST…", help="HOST:/path or a path here, one or more: the file, or a selection's folder."
+        ),
     ],
     what: Annotated[str, typer.Option(help="drafter: what an evaluation needs; model: its weights; all.")] = "all",
     dtype: Annotated[str | None, typer.Option(help="bfloat16: convert wider floats on the way.")] = None,
@@ -51,45 +54,45 @@ def relay(
         reread=_one_of("--verify", verify, ("hash", "reread")) == "reread",
     )
     connector = Connector.load(hosts)
-    start, end = connector.inventory.location(source), connector.inventory.location(destination)
-    check_destination(end)
-    needed = plan_relay([start], f"it is read and written to {end}", max_bytes=size(max_bytes))
+    start, *ends = map(connector.inventory.location, [source, *destinations])
+    for end in ends:
+        check_destination(end)
+    where = " and ".join(map(str, ends))
+    needed = plan_relay([start], f"it is read and written to {where}", max_bytes=size(max_bytes))
     if plan:
-        show_plan(connector.store, needed, f"{start} to {end}", as_json=as_json)
+        show_plan(connector.store, needed, f"{start} to {where}", as_json=as_json)
         approved = None if needed is None else connector.store.find(needed)
         if not as_json and (needed is None or approved is not None):
-            _show_way(connector, None if approved is None else approved.read, start, end, settings)
+            _show_way(connector, None if approved is None else approved.read, f"{start} to {where}", start, settings)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
-        result = move(connector, approval, start, end, settings, progress=progress, notice=_say)
+        result = move(connector, approval, start, ends[0], settings, also=ends[1:], progress=progress, notice=_say)
     if as_json:
-        typer.echo(json.dumps(_as_json(result)))
+        typer.echo(json.dumps({"destinations": list(map(str, ends)), **_as_json(result)}))
     else:
-        _show(result)
+        _show(result, where)
 
 
 def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show_way(
-    connector: Connector, approval: Approval | None, start: Location, end: Location, settings: Settings
-) -> None:
+def _show_way(connector: Connector, approval: Approval | None, way: str, start: Location, settings: Settings) -> None:
     found = estimate(connector, approval, start, settings)
     moving = f"{show_size(found.moving_bytes)} of {show_size(found.source_bytes)} move"
     streams = f"{found.streams} stream{'s' if found.streams > 1 else ''}"
     time = show_duration(found.moving_bytes / found.rate)
-    typer.echo(f"{escape(str(start))} to {escape(str(end))}: {moving}, over SSH in {streams}")
+    typer.echo(f"{escape(way)}: {moving}, over SSH in {streams}")
     typer.echo(f"at no more than {show_rate(found.rate)}, so in {time} or more")
 
 
-def _show(result: RelayResult) -> None:
+def _show(result: RelayResult, where: str) -> None:
     speed = show_rate(round(result.mb_per_s * 1e6)) if result.moved else "it was there already"
     streams = f" over {result.streams} streams" if result.streams > 1 else ""
     moved = show_size(result.moved)
     share = "" if result.bytes == result.source_bytes else f" of the source's {show_size(result.source_bytes)}"
-    typer.echo(f"{escape(str(result.destination))}: {moved}{share} in {result.seconds:.1f} s, {speed}{streams}")
+    typer.echo(f"{escape(where)}: {moved}{share} in {result.seconds:.1f} s, {speed}{streams}")
     for file in result.files:
         typer.echo(f"sha256 {file.sha256}  {escape(os.path.basename(file.path))}")
 
@@ -97,7 +100,6 @@ def _show(result: RelayResult) -> None:
 def _as_json(result: RelayResult) -> dict[str, object]:
     return {
         "source": str(result.source),
-        "destination": str(result.destination),
         "identity": result.identity,
         "what": result.what,
         "source_bytes": result.source_bytes,

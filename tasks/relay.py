@@ -21,13 +21,14 @@ from tasks import journal
 from tasks.actions import MOST_PATHS, ReadGrant, escape
 from tasks.approvals import Approval
 from tasks.contents import RANGE_BYTES, SelectedFile, SourceError, WholeFile, spans_of
-from tasks.ends import Pool, Reader, ReadSource, open_reader, open_receiver
+from tasks.ends import Pool, Reader, ReadSource, open_reader
 from tasks.errors import Refused
 from tasks.gate import Stat
 from tasks.inventory import Host, Location
 from tasks.plans import Plan
 from tasks.quantities import show_size
 from tasks.selection import Output, Selection, What, select
+from tasks.several import open_receivers
 from tasks.sources import require_settled
 from tasks.ssh import Connector
 from tasks.streams import PATIENCE_SECONDS, Content, Ends, Transfer
@@ -175,11 +176,12 @@ def relay(
     destination: Location,
     settings: Settings | None = None,
     *,
+    also: Sequence[Location] = (),
     progress: Progress | None = None,
     notice: Callable[[str], None] | None = None,
     carry: Carry | None = None,
 ) -> RelayResult:
-    """Stream ``source`` to ``destination`` and return once it is there under its final name.
+    """Stream ``source`` to ``destination``, and to those of ``also`` from the same reading; return once it is there.
 
     All of a file becomes the file ``destination``; everything else becomes files in the folder ``destination``.
     ``approval`` is for :func:`plan_relay`'s plan, None for a source that is not protected. ``progress`` gets (bytes
@@ -188,16 +190,18 @@ def relay(
     Raises :class:`Refused`, :class:`TransferError`, :class:`~dflash.checkpoint_layout.CheckpointError` for a source
     that cannot be understood, or what the connection raises; then the file that it is about has no name there.
     """
-    check_destination(destination)
+    destinations = (destination, *also)
+    for place in destinations:
+        check_destination(place)
     asked = settings or Settings()
     with ExitStack() as stack:
         readers = stack.enter_context(Pool(partial(open_reader, connector, source, approval)))
-        receivers = stack.enter_context(Pool(partial(open_receiver, connector, destination)))
+        receivers = stack.enter_context(Pool(partial(open_receivers, connector, destinations)))
         with readers.take() as reader:
             content = _look(reader, source, asked)
             streams = asked.streams or _streams(_round_trip(reader, source), source.host, approval, asked)
         ends = Ends(readers.take, receivers.take)
-        relayed = _Relay(source, destination, asked, streams, ends, progress, notice, carry)
+        relayed = _Relay(source, destinations, asked, streams, ends, progress, notice, carry)
         if isinstance(content, Stat):
             return relayed.file(content)
         return relayed.selection(*content)
@@ -313,13 +317,17 @@ class _Relay:
     """One source on its way, file by file."""
 
     source: Location
-    destination: Location
+    destinations: tuple[Location, ...]
     settings: Settings
     streams: int
     ends: Ends
     progress: Progress | None
     notice: Callable[[str], None] | None
     carry: Carry | None
+
+    @property
+    def destination(self) -> Location:
+        return self.destinations[0]
 
     def file(self, found: Stat) -> RelayResult:
         """All of one file, which becomes the file that the destination names."""
@@ -358,7 +366,8 @@ class _Relay:
         expected: str | None = None,
     ) -> Arrived:
         selected = self.settings.selected
-        with journal.opened(str(self.source), str(there), f"{identity} {selected}", content.size, spans) as notes:
+        named = " and ".join(str(place) for place in self._alike(there))
+        with journal.opened(str(self.source), named, f"{identity} {selected}", content.size, spans) as notes:
             transfer = Transfer(
                 content=content,
                 journal=notes,
@@ -376,6 +385,11 @@ class _Relay:
             carried: Carried = transfer if self.carry is None else self.carry(transfer)
             sha256 = carried.run()
         return Arrived(there.path, content.size, sha256, carried.missing)
+
+    def _alike(self, there: Location) -> list[Location]:
+        """Where the file ``there``, of the first destination, lies at each of them."""
+        below = there.path[len(self.destination.path) :]
+        return [Location(place.host, place.path + below) for place in self.destinations]
 
     def _part_of(self, before: int, total: int) -> Progress | None:
         if self.progress is None:

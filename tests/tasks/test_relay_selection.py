@@ -200,3 +200,51 @@ def test_plan_tells_what_would_move(checkpoint: Path) -> None:
     assert found.source_bytes > checkpoint.stat().st_size
     assert tensors < found.moving_bytes < tensors + 300_000
     assert found.streams == 1
+
+
+def relay_to_both(checkpoint: Path, tmp_path: Path, **options: Any) -> RelayResult:
+    connector: Any = None
+    first, second = here(tmp_path / "first"), here(tmp_path / "second")
+    settings = Settings(what="drafter", range_bytes=3000)
+    return relay(connector, None, here(checkpoint), first, settings, also=[second], **options)
+
+
+def test_several_destinations_get_it_from_one_reading(checkpoint: Path, tmp_path: Path) -> None:
+    read = []
+    result = relay_to_both(checkpoint, tmp_path, progress=lambda done, total: read.append(done))
+    for folder in ("first", "second"):
+        assert_equal(load_file(tmp_path / folder / "model.safetensors"), weights(prefix=""))
+        assert json.loads((tmp_path / folder / "config.json").read_text()) == CONFIG
+    assert read[-1] == result.bytes
+
+
+def test_destination_that_has_it_already_is_left_out(checkpoint: Path, tmp_path: Path) -> None:
+    relay_here(checkpoint, tmp_path / "first")
+    before = (tmp_path / "first" / "model.safetensors").stat().st_ino
+    relay_to_both(checkpoint, tmp_path)
+    assert (tmp_path / "first" / "model.safetensors").stat().st_ino == before
+    assert_equal(load_file(tmp_path / "second" / "model.safetensors"), weights(prefix=""))
+    assert relay_to_both(checkpoint, tmp_path).moved == 0
+
+
+def test_destination_that_cannot_take_it_stops_all_and_the_rest_goes_on_later(checkpoint: Path, tmp_path: Path) -> None:
+    (tmp_path / "second" / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(DFlashError, match="is a directory"):
+        relay_to_both(checkpoint, tmp_path)
+    assert not (tmp_path / "first" / "model.safetensors").exists()
+    (tmp_path / "second" / "model.safetensors").rmdir()
+    relay_to_both(checkpoint, tmp_path)
+    for folder in ("first", "second"):
+        assert_equal(load_file(tmp_path / folder / "model.safetensors"), weights(prefix=""))
+
+
+def test_interrupted_relay_to_several_goes_on(checkpoint: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total * 0.7:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        relay_to_both(checkpoint, tmp_path, progress=interrupt)
+    rest = relay_to_both(checkpoint, tmp_path)
+    assert 0 < rest.moved < 0.5 * rest.bytes
+    assert_equal(load_file(tmp_path / "second" / "model.safetensors"), weights(prefix=""))
