@@ -7,7 +7,8 @@
   host is unprotected, because a gate serves two sessions at most. From the first byte to the final name, medians; all
   files are in ``--folder``, in memory by default.
 - A sparse file of ``--sparse`` goes the same way without the proxy, by ``dflash-ops relay``, whose memory at its peak
-  is printed beside that for 20 MB. All files are in ``--disk``, which needs that much room. 0 leaves this out.
+  is printed beside that for 20 MB. All files are in ``--disk``, which needs that much room. ``--no-sparse`` leaves
+  this out.
 
 The hosts are sshds on loopback addresses. Exit status 1 when four streams are not 2.2 times as fast as one, or when the
 peak is 150 MB or more.
@@ -41,6 +42,7 @@ def main() -> None:
     options.add_argument("--size", type=size, default=size("500MB"))
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     options.add_argument("--sparse", type=size, default=size("20GB"))
+    options.add_argument("--no-sparse", dest="sparse", action="store_const", const=0)
     options.add_argument("--disk", type=Path, default=Path("/var/tmp"))
     asked = options.parse_args()
     with _hosts(asked.folder) as (site, far, folder):

@@ -174,6 +174,8 @@ class Transfer:
         return receiver.open(self.path, self.content.size, notes.transfer, about=notes.about, sparse=notes.sparse)
 
     def _commit(self, receiver: Receiver) -> str:
+        if not all(span.stored for span in self.journal.spans):
+            raise TransferError(f"{self.path}: a range did not arrive and was not missed; relay it again")
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
         try:
             sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread, expected=self.expected)

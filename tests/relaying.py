@@ -66,6 +66,9 @@ class Way:
     def destination_file(self) -> Path:
         return Path(self.destination.path)
 
+    def host(self, name: str) -> Host:
+        return self.operator.inventory.host(name)
+
     def lay(self, size: int) -> bytes:
         """Write the source: ``size`` random bytes."""
         content = os.urandom(size)
@@ -215,12 +218,12 @@ def ssh_children(pid: int, host: Host) -> list[int]:
 
 def working_on(path: Path) -> list[int]:
     """The processes on this machine that have a file below ``path`` open."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*/fd"):
-        with_suppressed = _targets(folder)
-        if any(target.startswith(f"{path}/") for target in with_suppressed):
-            found.append(int(folder.parent.name))
-    return found
+    folders = Path("/proc").glob("[0-9]*/fd")
+    return [
+        int(folder.parent.name)
+        for folder in folders
+        if any(target.startswith(f"{path}/") for target in _targets(folder))
+    ]
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:

@@ -137,23 +137,44 @@ def test_killed_at_random_moments_the_file_arrives_all_the_same(site: Site, way:
     assert way.whole()
 
 
-def test_children_die_with_the_relay_on_both_sides(site: Site, way: Way) -> None:
-    """Killed with all its streams at work: no ssh, no gate and no receiver stays."""
+def test_children_die_with_the_relay_on_both_sides(bad_way: Way, links: dict[str, Proxy]) -> None:
+    """Killed with all its streams at work and a link that hangs: no ssh stays, and when it is back no gate either."""
     answer, tell = os.pipe()
 
-    def die_in_the_thick_of_it(done: int, _: int) -> None:
-        children = [child for host in HOSTS for child in ssh_children(os.getpid(), way.operator.inventory.host(host))]
+    def wait_in_the_thick_of_it(done: int, _: int) -> None:
+        children = [child for host in HOSTS for child in ssh_children(os.getpid(), bad_way.host(host))]
         if done and len(children) == 4:
             os.write(tell, " ".join(map(str, children)).encode())
-            os.kill(os.getpid(), signal.SIGKILL)
+            threading.Event().wait()
 
-    assert fork(way, die_in_the_thick_of_it, settings=parts(SIZE, 6, streams=2, bandwidth=SIZE // 4)).end() is None
+    relaying = fork(bad_way, wait_in_the_thick_of_it, settings=parts(SIZE, 6, streams=2, bandwidth=SIZE // 4))
     ours = [int(child) for child in os.read(answer, 1000).split()]
+    for link in links.values():
+        link.cut()
+    relaying.kill()
+    assert relaying.end() is None
+    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in ours))
+    for link in links.values():
+        link.restore()
+    wait_until(lambda: not working_on(bad_way.destination_file.parent) and not working_on(bad_way.source_file.parent))
     for end in (answer, tell):
         os.close(end)
-    wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in ours))
-    wait_until(lambda: not working_on(way.destination_file.parent) and not working_on(way.source_file.parent))
-    assert way.nothing_arrived()
+    assert bad_way.nothing_arrived()
+
+
+def test_range_of_a_stream_that_is_lost_goes_over_another(way: Way) -> None:
+    killed: list[int] = []
+
+    def kill_the_second(done: int, _: int) -> None:
+        children = ssh_children(os.getpid(), way.host("infer"))
+        if done and len(children) == 2 and not killed:
+            killed.append(children[-1])
+            os.kill(children[-1], signal.SIGKILL)
+
+    notices: list[str] = []
+    way.relay(kill_the_second, settings=parts(SIZE, 6, streams=2, bandwidth=SIZE), notice=notices.append)
+    assert way.whole()
+    assert len(notices) == 1
 
 
 # --- the link
