@@ -18,7 +18,7 @@ from tasks.inventory import Location
 from tasks.journal import JournalError
 from tasks.relay import RelayResult, relay
 from tasks.ssh import ConnectionFailed
-from tasks.transfer import ReceiverError, SourceChangedError
+from tasks.transfer import Pace, ReceiverError, SourceChangedError
 from tests.proxies import TO_CLIENT, TO_SERVER, Proxy, between
 from tests.relaying import MIB, Way, command, fork, once, parts, peak_memory, ssh_children, wait_until, working_on
 from tests.sshds import Site, both_sshds
@@ -296,10 +296,24 @@ def test_stream_that_finds_no_session_slot_is_not_waited_for(way: Way) -> None:
     assert "sessions are open" in notices[0]
 
 
-def test_bandwidth_limit_holds_for_all_streams_together(way: Way) -> None:
-    """The only bound on time that no slow machine breaks is the lower one."""
-    result = way.relay(settings=parts(SIZE, 8, streams=2, bandwidth=SIZE))
+def test_bandwidth_limit_holds_for_all_streams_together(way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte of both asks the same limit; of time only the lower bound is one that no slow machine breaks."""
+    made: list[Counted] = []
+
+    class Counted(Pace):
+        def __init__(self, rate: int) -> None:
+            super().__init__(rate)
+            self.asked = 0
+            made.append(self)
+
+        def __call__(self, count: int) -> None:
+            self.asked += count
+            super().__call__(count)
+
+    monkeypatch.setattr("tasks.relay.Pace", Counted)
+    result = way.relay(settings=parts(SIZE, 6, streams=2, bandwidth=SIZE))
     assert way.whole()
+    assert [pace.asked for pace in made] == [SIZE]
     assert result.seconds > 0.9
 
 
