@@ -1,6 +1,6 @@
 """The relay through an object store against its longer leg, each leg held to 20 MB/s; unthrottled figures beside it.
 
-    python benchmarks/staging.py [--runs 3] [--chunks 10] [--rate 20MB/s] [--kind seaweedfs]
+    python benchmarks/staging.py [--runs 3] [--chunks 16] [--rate 20MB/s] [--kind seaweedfs]
 
 One host uploads and another fetches, both real sshds on this machine, and the store is a real server behind a proxy
 that holds what goes to it, and what comes from it, to ``--rate`` each. A leg alone is all uploads and nothing fetched,
@@ -11,6 +11,7 @@ cores, and there is nothing to gain from doing both at once.
 
 import argparse
 import contextlib
+import multiprocessing
 import os
 import statistics
 import sys
@@ -33,7 +34,7 @@ from tasks.quantities import rate, show_rate, show_size
 from tasks.staged_relay import relay_staged
 from tasks.staging import CHUNK_BYTES
 from tests.object_stores import store_server
-from tests.proxies import between
+from tests.proxies import Proxy
 from tests.sshds import both_sshds
 
 MOST = 1.2
@@ -108,7 +109,7 @@ class Bench:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=int, default=3)
-    options.add_argument("--chunks", type=int, default=10)
+    options.add_argument("--chunks", type=int, default=16)
     options.add_argument("--rate", type=rate, default=rate("20MB/s"))
     options.add_argument("--kind", choices=("seaweedfs", "rclone"), default="seaweedfs")
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
@@ -128,15 +129,30 @@ def main() -> None:
 
 @contextlib.contextmanager
 def held_to(limit: int, endpoint: str) -> Iterator[str]:
-    """The address of a proxy before ``endpoint`` that lets ``limit`` bytes a second through each way."""
+    """The address of a proxy before ``endpoint`` that lets ``limit`` bytes a second through each way.
+
+    It has a process to itself: what is measured is not to wait for its interpreter.
+    """
     target = urllib.parse.urlsplit(endpoint)
     assert target.hostname is not None
     assert target.port is not None
     if not limit:
         yield endpoint
         return
-    with between(target.hostname, target.port, rate=limit) as proxy:
-        yield f"http://{target.hostname}:{proxy.port}"
+    fork = multiprocessing.get_context("fork")
+    here, there = fork.Pipe()
+
+    def serve(host: str, port: int) -> None:
+        there.send(Proxy(host, port, rate=limit).port)
+        there.recv()
+
+    child = fork.Process(target=serve, args=(target.hostname, target.port), daemon=True)
+    child.start()
+    try:
+        yield f"http://{target.hostname}:{here.recv()}"
+    finally:
+        child.kill()
+        child.join()
 
 
 def _measure(store: ObjectStore, folder: Path, chunks: int, runs: int, limit: int) -> float:

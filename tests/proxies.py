@@ -183,7 +183,7 @@ class _Link:
 
 
 class _Limit:
-    """Bytes a second."""
+    """Bytes a second; a tenth of a second that was slept too long is made up for."""
 
     def __init__(self, rate: int) -> None:
         self._rate, self._next, self._lock = rate, 0.0, threading.Lock()
@@ -192,7 +192,7 @@ class _Limit:
         if not self._rate:
             return
         with self._lock:
-            begin = max(self._next, time.monotonic())
+            begin = max(self._next, time.monotonic() - 0.1)
             self._next = begin + count / self._rate
         time.sleep(max(0.0, self._next - time.monotonic()))
 

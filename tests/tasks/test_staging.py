@@ -63,7 +63,7 @@ class Way:
         return Location(self.operator.infer, str(self.destination_file))
 
     def relay(self, progress: Progress | None = None, **changes: Any) -> RelayResult:
-        settings = Settings(range_bytes=CHUNK)
+        settings = Settings(range_bytes=CHUNK, patience=30.0)
         approval = self._approval()
         return relay_staged(
             self.operator.connector,
@@ -236,6 +236,9 @@ class TestFaults:
 
     def test_bucket_that_goes_in_the_middle_is_named(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         def remove_bucket() -> None:
+            while len(way.server.keys()) <= staging.MOST_WAITING:
+                time.sleep(0.05)
+            # no chunk is on its way now, which might bring the bucket back
             way.server.clear()
             way.server.client().delete_bucket(Bucket=BUCKET)
 
