@@ -1,6 +1,6 @@
 """The relay where the network is slow and where the file is huge: streams over 50 ms, and memory for 20 GB.
 
-    python benchmarks/relay_far.py [--runs 5] [--size 500MB] [--folder /dev/shm] [--sparse 20GB] [--disk /var/tmp]
+    python benchmarks/relay_far.py [--runs 5] [--size 1GB] [--folder /dev/shm] [--sparse 20GB] [--disk /var/tmp]
 
 - ``--size`` random bytes go from a host that is far away to one that is not, with one stream and with four, in turns.
   The way to the first leads through a proxy in this machine's user space that holds everything for 25 ms each way. That
@@ -39,7 +39,7 @@ FAR = "127.1.230.173"
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=int, default=5)
-    options.add_argument("--size", type=size, default=size("500MB"))
+    options.add_argument("--size", type=size, default=size("1GB"))
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     options.add_argument("--sparse", type=size, default=size("20GB"))
     options.add_argument("--no-sparse", dest="sparse", action="store_const", const=0)

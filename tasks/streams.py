@@ -226,8 +226,9 @@ class Transfer:
             with self._connecting:
                 if self._stopping.is_set():
                     raise _Stopped
-                session = stack.enter_context(self.ends.session())
+                # the receiver is on its way while the session is waited for
                 receiver = stack.enter_context(self.ends.receiver())
+                session = stack.enter_context(self.ends.session())
                 stack.enter_context(self._abortable(session, receiver))
                 greeting = greet(receiver)
             yield session, receiver, greeting
