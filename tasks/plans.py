@@ -2,11 +2,13 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterator
 from typing import Self
 
 from pydantic import BaseModel, ConfigDict, model_validator
 from rich import box
+from rich.cells import cell_len, chop_cells
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -26,6 +28,11 @@ from tasks.actions import (
     escape,
 )
 from tasks.quantities import show_duration, show_rate, show_size
+
+FRAME_WIDTH = 7
+"""Of a rendered plan, what is neither a row's name nor its text."""
+NARROWEST = 40
+SPACE = r"\x20"
 
 
 class Plan(BaseModel):
@@ -65,19 +72,32 @@ class Plan(BaseModel):
         return digests[0] if len(digests) == 1 else hashlib.sha256(json.dumps(digests).encode("ascii")).hexdigest()
 
     def render(self, console: Console) -> None:
-        """Print the plan, every text from outside escaped, nothing shortened."""
-        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), width=min(console.width, 80))
+        """Print the plan, every text from outside escaped, nothing shortened, and no two texts alike."""
+        keys = [("host key", key) for key in self.host_keys]
+        rows = [("host", self.host), *keys, *(row for action in self.actions for row in _rows(action))]
+        # a narrower terminal breaks the lines itself, where a table would leave the texts out
+        width = max(NARROWEST, min(console.width, 80))
+        room = width - max(len(name) for name, _ in rows) - FRAME_WIDTH
+        table = Table(box=box.SIMPLE, show_header=False, padding=(0, 1), width=width)
         table.add_column(style="bold", no_wrap=True)
         table.add_column(overflow="fold")
-        table.add_row("host", Text(escape(self.host)))
-        for key in self.host_keys:
-            table.add_row("host key", key)
-        for action in self.actions:
-            for name, value in _rows(action):
-                table.add_row(name, Text(escape(value)))
+        for name, value in rows:
+            table.add_row(name, Text(_folded(escape(value), room)))
         table.add_row("effect", Text(escape(self.effect)))
         table.add_row("digest", self.digest())
-        console.print(table)
+        console.print(table, crop=False)
+
+
+def _folded(text: str, room: int) -> str:
+    """``text`` in lines of ``room`` cells at most, broken anywhere.
+
+    A space at an end of a line, which nobody could see, is an escape: folded at words, texts that differ in spaces
+    would look the same.
+    """
+    if cell_len(text) <= room and text == text.strip(" "):
+        return text
+    lines = chop_cells(text, max(room - 2 * (len(SPACE) - 1), 1))
+    return "\n".join(re.sub("^ | $", lambda _: SPACE, line) for line in lines)
 
 
 def _rows(action: Action) -> Iterator[tuple[str, str]]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from rich.console import Console
 
-from tasks.actions import PathError, ReadGrant, escape, normalise_path, said
+from tasks.actions import PathError, ReadGrant, Run, escape, normalise_path, said
 from tasks.plans import Plan
 
 KEYS = tuple("SHA256:" + letter * 43 for letter in "ABC")
@@ -217,6 +217,31 @@ def test_a_plan_shows_everything_escaped_within_80_columns() -> None:
     together = "".join("".join(shown.split()).split())
     for text in (escape(path), *KEYS, "17.2GB(17200000000)", "read\\x07it", grant.digest()):
         assert text in together
+
+
+def rendered(*argv: str, width: int = 80) -> str:
+    text = io.StringIO()
+    run = Run(host="kpro6", host_keys=KEYS, argv=("/bin/rm", *argv), seconds=1)
+    Plan(changes=(run,), effect="it runs").render(Console(file=text, width=width))
+    return text.getvalue().replace(run.digest(), "")
+
+
+@pytest.mark.parametrize("before", [*range(50, 70), 200])
+def test_commands_that_differ_in_spaces_look_different(before: int) -> None:
+    head, tail = "x" * before, "y" * 10
+    variants = (
+        head + tail,
+        f"{head} {tail}",
+        f"{head}  {tail}",
+        head + " " * 99 + tail,
+        f"{head}{tail} ",
+        f" {head}{tail}",
+    )
+    assert len({rendered(one) for one in variants}) == len(variants)
+
+
+def test_a_narrow_terminal_hides_nothing() -> None:
+    assert "/data/x" in rendered("/data/x", width=10)
 
 
 def test_the_effect_is_not_part_of_the_digest() -> None:
