@@ -8,23 +8,26 @@ from typing import Annotated, Any, get_args
 import typer
 
 from dflash.errors import UsageError
+from flows.relay_store import WAYS, is_object, move, relay_objects
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan, shown_progress
 from tasks.actions import escape
 from tasks.approvals import Approval
 from tasks.inventory import Location
 from tasks.quantities import rate, show_duration, show_rate, show_size, size
 from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destination, estimate, plan_relay
-from tasks.relay import relay as move
 from tasks.selection import Output, What
 from tasks.ssh import Connector
 
 
 def relay(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="HOST:/path or a path here: a file or a checkpoint.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SRC", help="HOST:/path, a path here or s3://B/KEY: a file or checkpoint.")
+    ],
     destinations: Annotated[
         list[str],
         typer.Argument(
-            metavar="DST…", help="HOST:/path or a path here, one or more: the file, or a selection's folder."
+            metavar="DST…",
+            help="HOST:/path, a path here or s3://B/KEY, one or more: the file, or a selection's folder.",
         ),
     ],
     what: Annotated[str, typer.Option(help="drafter: what an evaluation needs; model: its weights; all.")] = "all",
@@ -37,6 +40,12 @@ def relay(
     ] = None,
     bandwidth: Annotated[str | None, typer.Option(help="No more than this, as in 50MB/s.")] = None,
     verify: Annotated[str, typer.Option(help="hash: while it is written; reread: from the disk again.")] = "hash",
+    via: Annotated[
+        str, typer.Option(help="ssh; s3: by the store of hosts.yaml; auto: what a few MiB over each link show.")
+    ] = "ssh",
+    upload: Annotated[
+        bool, typer.Option("--upload", help="Have a protected source put into the store by itself, if approved.")
+    ] = False,
     plan: PlanOnly = False,
     max_bytes: Annotated[
         str, typer.Option(help="What one approval lets be read in all; a second try reads again.")
@@ -54,6 +63,19 @@ def relay(
         reread=_one_of("--verify", verify, ("hash", "reread")) == "reread",
     )
     connector = Connector.load(hosts)
+    if any(map(is_object, [source, *destinations])):
+        relay_objects(
+            connector,
+            source,
+            destinations,
+            settings,
+            max_bytes=size(max_bytes),
+            plan_only=plan,
+            as_json=as_json,
+            notice=_say,
+        )
+        return
+    way = _one_of("--via", via, WAYS)
     start, *ends = map(connector.inventory.location, [source, *destinations])
     for end in ends:
         check_destination(end)
@@ -67,7 +89,9 @@ def relay(
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
-        result = move(connector, approval, start, ends[0], settings, also=ends[1:], progress=progress, notice=_say)
+        result = move(
+            connector, approval, start, ends, settings, via=way, upload=upload, progress=progress, notice=_say
+        )
     if as_json:
         typer.echo(json.dumps({"destinations": list(map(str, ends)), **_as_json(result)}))
     else:

@@ -1,6 +1,6 @@
 """``relay --via s3``: a file, or what is wanted of a checkpoint, through the object store of ``hosts.yaml``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dflash.errors import UsageError
@@ -58,19 +58,21 @@ def relay_staged(
     source: Location,
     destination: Location,
     *,
+    also: Sequence[Location] = (),
     uploads: Approved | None = None,
     settings: Settings | None = None,
     progress: Progress | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> RelayResult:
-    """Move ``source`` to ``destination`` by ``store`` and return once it is there under its final name.
+    """Move ``source`` to ``destination``, and to those of ``also``, by ``store``; return once it has its final name.
 
     All of a file a host that is not protected uploads by itself, and a protected one under ``uploads``, the approval of
     :func:`plan_staged_uploads`; else the source is read under ``approval`` and this machine uploads. A relay that broke
     is gone on with, also one that went over ssh alone. Raises as :func:`tasks.relay.relay`, and a
     :class:`~tasks.object_store.StoreError` when the store is what is wrong; then nothing is under the final name.
     """
-    check_destination(destination)
+    for place in (destination, *also):
+        check_destination(place)
     store.probe()
     asked = _in_chunks(settings or Settings())
 
@@ -85,7 +87,9 @@ def relay_staged(
         approvals = () if uploads is None else uploads.approvals
         return ByHost(connector, host, content, store, approvals=approvals, otherwise=through, rate=asked.bandwidth)
 
-    return relay(connector, approval, source, destination, asked, progress=progress, notice=notice, carry=carry)
+    return relay(
+        connector, approval, source, destination, asked, also=also, progress=progress, notice=notice, carry=carry
+    )
 
 
 def _in_chunks(settings: Settings) -> Settings:

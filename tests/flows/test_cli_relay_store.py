@@ -1,0 +1,114 @@
+"""The object store at the command line: as the way, and as an end."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from flows.cli import app
+from tasks.errors import Refused
+from tests.flows.conftest import Operator
+from tests.object_stores import BUCKET, StoreServer, in_environment, store_server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[StoreServer]:
+    """In the network of this folder's sshds."""
+    folder = tmp_path_factory.mktemp("store-of-flows") / "s3"
+    with store_server("rclone", folder, address="127.9.31.4") as running, in_environment(running.environment):
+        yield running
+
+
+@pytest.fixture
+def staged(operator: Operator, server: StoreServer) -> Operator:
+    """An operator whose hosts.yaml names the store."""
+    server.clear()
+    tree = json.loads(operator.hosts_file.read_text())
+    tree["staging"] = server.staging().model_dump(mode="json")
+    operator.hosts_file.write_text(json.dumps(tree))
+    return operator
+
+
+def run(*argv: str) -> Result:
+    return CliRunner().invoke(app, ["relay", *argv])
+
+
+def done(*argv: str) -> Result:
+    result = run(*argv)
+    assert result.exit_code == 0, (result.exception, result.stderr)
+    return result
+
+
+def approve_last(operator: Operator) -> None:
+    store = operator.connector.store
+    (request,) = (request for request in store.requests() if request.status == "pending")
+    store.approve(request.id, reason="a test", ca_key=operator.site.ca_key)
+
+
+def there(operator: Operator) -> Path:
+    return operator.hosts_file.parent / "there" / "copy.safetensors"
+
+
+def test_staged_relay_is_read_under_the_grant_or_uploaded_under_its_own_approval(staged: Operator) -> None:
+    ends = (staged.source, f"ct129:{there(staged)}")
+    with pytest.raises(Refused):
+        CliRunner().invoke(app, ["relay", *ends, "--via", "s3"], catch_exceptions=False)
+    approve_last(staged)
+    done(*ends, "--via", "s3")
+    assert there(staged).read_bytes() == staged.checkpoint.read_bytes()
+
+    there(staged).unlink()
+    assert isinstance(run(*ends, "--via", "s3", "--upload").exception, Refused)
+    approve_last(staged)
+    result = json.loads(done(*ends, "--via", "s3", "--upload", "--json").stdout)
+    assert result["moved"] == staged.checkpoint.stat().st_size
+    assert there(staged).read_bytes() == staged.checkpoint.read_bytes()
+
+
+def test_auto_says_why(staged: Operator) -> None:
+    source = staged.hosts_file.parent / "here.bin"
+    source.write_bytes(bytes(100_000))
+    result = done(str(source), f"ct129:{there(staged)}", "--via", "auto")
+    assert "ssh" in result.stderr
+    assert "100 kB take" in result.stderr
+    assert there(staged).read_bytes() == source.read_bytes()
+
+
+def test_object_is_an_end_like_any_other(staged: Operator, server: StoreServer) -> None:
+    source, copy = staged.hosts_file.parent / "here.bin", staged.hosts_file.parent / "back.bin"
+    source.write_bytes(bytes(range(256)) * 1000)
+    done(str(source), f"s3://{BUCKET}/kept/step_1.pt")
+    assert server.content("kept/step_1.pt") == source.read_bytes()
+    result = done(f"s3://{BUCKET}/kept/step_1.pt", str(copy), f"ct129:{there(staged)}", "--json")
+    assert all(json.loads(line)["verified"] for line in result.stdout.splitlines())
+    assert copy.read_bytes() == there(staged).read_bytes() == source.read_bytes()
+    done(f"s3://{BUCKET}/kept/step_1.pt", f"s3://{BUCKET}/kept/again.pt")
+    assert server.content("kept/again.pt") == source.read_bytes()
+
+
+def test_protected_source_of_an_object_needs_an_approval(staged: Operator, server: StoreServer) -> None:
+    result = run(staged.source, f"s3://{BUCKET}/kept/step_1.pt")
+    assert isinstance(result.exception, Refused)
+    assert server.keys() == []
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["/a", "ct129:/b", "--via", "carrier pigeon"], "--via 'carrier pigeon' is not one of ssh, s3, auto"),
+        (["s3://", "ct129:/b"], "is not s3://BUCKET/KEY"),
+        (["/a", f"s3://{BUCKET}/b", "--what", "drafter"], "an object is all of a file"),
+    ],
+)
+def test_what_cannot_be_is_said(staged: Operator, argv: list[str], message: str) -> None:
+    assert message in str(run(*argv).exception)
+
+
+def test_without_a_store_the_way_by_it_is_named(operator: Operator) -> None:
+    source = operator.hosts_file.parent / "here.bin"
+    source.write_bytes(b"1")
+    exception = run(str(source), f"ct129:{there(operator)}", "--via", "s3").exception
+    assert "hosts.yaml names no object store" in str(exception)
