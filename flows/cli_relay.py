@@ -18,6 +18,8 @@ from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destination, es
 from tasks.selection import Output, What
 from tasks.ssh import Connector
 
+STORED = "an object for every 64 MiB"
+
 
 def relay(
     source: Annotated[
@@ -85,7 +87,8 @@ def relay(
         show_plan(connector.store, needed, f"{start} to {where}", as_json=as_json)
         approved = None if needed is None else connector.store.find(needed)
         if not as_json and (needed is None or approved is not None):
-            _show_way(connector, None if approved is None else approved.read, f"{start} to {where}", start, settings)
+            reading = None if approved is None else approved.read
+            _show_way(connector, reading, f"{start} to {where}", start, settings, way)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
@@ -102,12 +105,16 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show_way(connector: Connector, approval: Approval | None, way: str, start: Location, settings: Settings) -> None:
+def _show_way(
+    connector: Connector, approval: Approval | None, ends: str, start: Location, settings: Settings, via: str
+) -> None:
     found = estimate(connector, approval, start, settings)
     moving = f"{show_size(found.moving_bytes)} of {show_size(found.source_bytes)} move"
-    streams = f"{found.streams} stream{'s' if found.streams > 1 else ''}"
+    way = f"over SSH in {found.streams} stream{'s' if found.streams > 1 else ''}"
+    if via != "ssh":
+        way = f"by the object store, {STORED}" if via == "s3" else f"{way} or by the object store, whichever is faster"
     time = show_duration(found.moving_bytes / found.rate)
-    typer.echo(f"{escape(way)}: {moving}, over SSH in {streams}")
+    typer.echo(f"{escape(ends)}: {moving}, {way}")
     typer.echo(f"at no more than {show_rate(found.rate)}, so in {time} or more")
 
 

@@ -68,6 +68,15 @@ def test_staged_relay_is_read_under_the_grant_or_uploaded_under_its_own_approval
     assert there(staged).read_bytes() == staged.checkpoint.read_bytes()
 
 
+def test_plan_names_the_way(staged: Operator) -> None:
+    source = staged.hosts_file.parent / "here.bin"
+    source.write_bytes(bytes(100_000))
+    ends = (str(source), f"ct129:{there(staged)}")
+    assert "100 kB of 100 kB move, by the object store" in done(*ends, "--via", "s3", "--plan").stdout
+    assert "or by the object store, whichever is faster" in done(*ends, "--via", "auto", "--plan").stdout
+    assert not there(staged).exists()
+
+
 def test_auto_says_why(staged: Operator) -> None:
     source = staged.hosts_file.parent / "here.bin"
     source.write_bytes(bytes(100_000))
