@@ -123,6 +123,16 @@ def exchange(running: Popen[bytes], *lines: bytes) -> tuple[int, list[Any]]:
     return status, replies
 
 
+def with_less_patience(folder: Path) -> Path:
+    """The program, except that it gives a client that takes nothing in one second to do so."""
+    program, patience = folder / "impatient-gate", "signal.alarm(GRACE_SECONDS // 2)"
+    source = GATE.read_text()
+    assert source.count(patience) == 1
+    program.write_text(source.replace(patience, "signal.alarm(1)"))
+    program.chmod(0o755)
+    return program
+
+
 def line(request: dict[str, Any]) -> bytes:
     """A request as it goes over the wire, without the line end."""
     return json.dumps(request).encode()

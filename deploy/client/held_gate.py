@@ -27,7 +27,7 @@ def serve_held(held_to):
     held = json.loads(held_to)
     try:
         check_comes_from(held["sources"], os.environ.get("SSH_CONNECTION", "").partition(" ")[0])
-        end_at(held["valid_before"], Spent("the approval expired; ask for a new one"), time.time)
+        end_at(held["valid_before"], Spent("the approval expired; ask for a new one"), clock)
         gate = Held(held["read_limit"])
         gate.action = parse_action(next_line() or b"", held["digest"], held["host_keys"])
         if gate.action.kind not in URGENT:

@@ -257,6 +257,18 @@ def test_a_file_that_shrinks_while_it_is_read_ends_the_session(program: Program,
     assert "changed while read" in json.loads(errors)["message"]
 
 
+def test_what_gives_less_than_its_size_is_no_file_to_read(program: Program) -> None:
+    path = "/sys/kernel/mm/transparent_hugepage/enabled"
+    if not os.path.exists(path):
+        pytest.skip("no sysfs")
+    talk = program.talk(program.operator.approve(path=path))
+    size = talk.ask(verb="stat", path=path)["size"]
+    assert talk.ask(verb="read", path=path, offset=0, length=size)["length"] == size
+    output, errors = talk.running.communicate()
+    assert (output, talk.running.returncode) == (b"", 77)
+    assert "less than its size" in json.loads(errors)["message"]
+
+
 def test_hashing_much_needs_an_approval_of_its_own(program: Program, tree: Path) -> None:
     large = tree / "large"
     with large.open("wb") as file:

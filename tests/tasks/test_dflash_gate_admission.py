@@ -1,5 +1,6 @@
 """Whom the gate serves: second persons, authorized_keys; its settings, its own log, its clock, its pace."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -11,8 +12,8 @@ import pytest
 
 from tasks import process
 from tasks.process import PIPE
-from tests.changing import approve_change, leave_mark, shell
-from tests.gate_talk import Program, exchange, line
+from tests.changing import approve_change, launch_of, leave_mark, put_of, shell
+from tests.gate_talk import Program, exchange, line, with_less_patience
 from tests.guard_state import make_key
 from tests.sshds import GATE, Operator
 
@@ -171,3 +172,42 @@ def test_two_sessions_together_keep_to_the_limit_of_the_host(program: Program, t
         assert "sha256" in talk.running.communicate()[0].decode()
     # the first chunk, a quarter of a second's worth, and 50 ms of bytes more go at once
     assert time.monotonic() - begun > (2 * size - limit // 4) / limit - 0.05
+
+
+@pytest.mark.parametrize("kind", ["read-grant", "put", "launch"])
+def test_only_a_command_that_is_run_can_be_an_emergency(
+    program: Program, second: Path, tmp_path: Path, kind: str
+) -> None:
+    """One person may run something in an emergency; that is no way to read or to write without the second."""
+    operator = program.operator
+    run = shell(operator.train, "true", break_glass=True)
+    sides: dict[str, Any] = {
+        "read-grant": operator.grant(root=str(tmp_path)),
+        "put": put_of(operator.train, tmp_path / "file", b""),
+        "launch": launch_of(operator.train, tmp_path, "true"),
+    }
+    fields = json.loads(sides[kind].canonical()) | {"break_glass": True, "argv": list(run.argv)}
+    action = json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
+    force = f"force-command=dflash-gate {hashlib.sha256(action).hexdigest()}"
+    options = ["-O", "clear", "-O", force, "-O", "source-address=127.0.0.0/8"]
+    approval = operator.forge(approve_change(operator, run), "-V", "-1m:+4m", *options)
+    assert "only a run can be an emergency" in program.refusal(approval, action=action)
+
+
+def test_a_slot_that_cannot_be_taken_is_a_refusal(program: Program, tmp_path: Path) -> None:
+    (program.state / "slot-0").mkdir()
+    assert "slot-0" in program.refusal(program.operator.approve(path=str(tmp_path / "file")))
+
+
+def test_a_session_that_nobody_listens_to_ends_with_its_approval(program: Program, tmp_path: Path) -> None:
+    """Else it would hold one of the two slots for as long as the connection lasts."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for number in range(1000):
+        (folder / f"{number:0>200}").touch()
+    program.gate = with_less_patience(tmp_path)
+    talk = program.talk(program.operator.approve(root=str(folder), seconds=2))
+    for _ in range(8):
+        talk.send(line({"verb": "list", "path": str(folder)}))
+    assert talk.running.wait(60) != 0
+    talk.running.communicate()

@@ -15,7 +15,7 @@ import pytest
 from tasks import process
 from tasks.actions import FileDigest, Put, Revoke, Run, Signal
 from tests.changing import approve_change, launch_of, leave_mark, put_of, shell
-from tests.gate_talk import Changes, Program, ended, said, wait_for
+from tests.gate_talk import Changes, Program, ended, said, wait_for, with_less_patience
 from tests.sshds import GATE, Operator
 
 MIB = 1 << 20
@@ -88,6 +88,31 @@ def test_what_a_command_leaves_in_its_group_ends_with_it(changes: Changes, tmp_p
     status, out, _ = changes.shell('sleep 300 & echo $! > "$1"; echo done', str(tmp_path / "pid"))
     assert (status, out) == (0, b"done\n")
     wait_for(lambda: ended(int((tmp_path / "pid").read_text())))
+
+
+@pytest.mark.parametrize(("then", "seconds"), [("", 30), ("sleep 300", 1)])
+def test_what_leaves_the_group_of_a_command_ends_with_it_too(
+    changes: Changes, tmp_path: Path, then: str, seconds: int
+) -> None:
+    leave = 'setsid sh -c "sleep 300 & echo \\$! > $1; wait" & while [ ! -s "$1" ]; do sleep 0.05; done; '
+    env = (("PATH", os.environ["PATH"]),)
+    status, _ = changes.of(shell(changes.host, leave + then, str(tmp_path / "pid"), seconds=seconds, env=env))
+    assert status == (1 if then else 0)
+    assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_client_that_does_not_read_is_not_waited_for(changes: Changes, tmp_path: Path) -> None:
+    approval = approve_change(changes.program.operator, shell(changes.host, "yes", bytes=10**9, seconds=1))
+    changes.program.gate = with_less_patience(tmp_path)
+    running = changes.program.start(approval)
+    assert running.stdin is not None
+    running.stdin.write(approval.action.canonical() + b"\n")
+    running.stdin.flush()
+    below = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    performing = wait_for(below.read_text).split()
+    wait_for(lambda: all(ended(int(pid)) for pid in performing))
+    assert running.wait(60) == 1
+    running.communicate()
 
 
 def test_a_command_is_run_with_the_lowest_priority(changes: Changes) -> None:

@@ -196,3 +196,12 @@ def test_pace_keeps_the_rate_and_makes_up_for_little() -> None:
 
 def test_pace_forgets_a_time_from_before_a_reboot() -> None:
     assert gate.pace(1e9, MIB, 10 * MIB, 5.0) == (pytest.approx(5.1), 0.0)
+
+
+def test_a_clock_that_is_set_back_prolongs_no_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = gate.clock()
+    real = gate.time.time
+    monkeypatch.setattr(gate.time, "time", lambda: real() - 3600)
+    assert gate.clock() >= now - 1
+    monkeypatch.setattr(gate.time, "time", lambda: real() + 3600)
+    assert gate.clock() > now + 3000

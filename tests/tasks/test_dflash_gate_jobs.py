@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from tasks import process
-from tasks.actions import Launch, Signal
-from tests.changing import launch_of
+from tasks.actions import FileDigest, Launch, Signal
+from tests.changing import approve_change, launch_of
 from tests.gate_talk import Changes, Program, ended, wait_for
 from tests.sshds import GATE, Operator
 
@@ -84,6 +85,34 @@ def test_a_job_that_cannot_start_leaves_nothing(changes: Changes, jobs: Path) ->
     assert "is really" in changes.failure(launch_of(changes.host, linked, "true"))
 
 
+def _requiring_much(changes: Changes, jobs: Path, seconds: int) -> Launch:
+    """A launch that reads for minutes before it starts anything."""
+    large = jobs.parent / "large"
+    with large.open("wb") as file:
+        file.truncate(1 << 37)
+    requires = (FileDigest(path=str(large), sha256="0" * 64),)
+    return launch_of(changes.host, jobs, "true", seconds=seconds, requires=requires)
+
+
+def test_a_job_that_does_not_start_in_time_does_not_start_later(changes: Changes, jobs: Path) -> None:
+    assert "longer than the approved 1 s" in changes.failure(_requiring_much(changes, jobs, 1))
+    assert list(jobs.iterdir()) == []
+
+
+def test_a_job_that_does_not_start_leaves_alone_what_took_its_folders_name(changes: Changes, jobs: Path) -> None:
+    other = jobs.parent / "other"
+    (other / "train-1").mkdir(parents=True)
+    (other / "train-1" / "exit").write_text("another's")
+    talk = changes.program.talk(approve_change(changes.program.operator, _requiring_much(changes, jobs, 2)))
+    wait_for((jobs / "train-1" / "output.log").exists)
+    jobs.rename(jobs.parent / "moved")
+    other.rename(jobs)
+    assert "no job was started" in talk.reply()["message"]
+    talk.running.communicate()
+    assert (jobs / "train-1" / "exit").read_text() == "another's"
+    assert list((jobs.parent / "moved").iterdir()) == []
+
+
 def test_the_heart_of_a_job_beats(changes: Changes, jobs: Path, tmp_path: Path) -> None:
     program = tmp_path / "quick-gate"
     program.write_text(
@@ -128,6 +157,30 @@ def test_a_process_that_has_the_id_of_an_ended_job_is_not_signalled(changes: Cha
     assert victim.poll() is None
     victim.kill()
     victim.wait()
+
+
+@pytest.mark.parametrize("birth", ["ended", None])
+def test_a_record_that_lies_leads_to_no_other_process_group(
+    changes: Changes, jobs: Path, birth: str | None, tmp_path: Path
+) -> None:
+    """A group that has lost its first process, and a process that leads no group."""
+    script = ("sleep 300 & echo $! > pid.new; mv pid.new pid", "sleep 300 & echo $! > pid.new; mv pid.new pid; wait")
+    leader = process.start(["sh", "-c", script[birth is None]], start_new_session=True, cwd=tmp_path)
+    victim = int(wait_for(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text()))
+    if birth is not None:
+        leader.wait()
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    true = f"{boot}:{Path(f'/proc/{victim}/stat').read_text().rpartition(')')[2].split()[19]}"
+    (jobs / "train-1").mkdir()
+    (jobs / "train-1" / "exit").touch()
+    record = {"pid": leader.pid if birth else victim, "birth": birth or true}
+    (jobs / "train-1" / "job.json").write_text(json.dumps(record))
+    said = changes.failure(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))
+    assert "nothing was signalled" in said
+    time.sleep(0.1)
+    assert not ended(victim)
+    os.killpg(leader.pid, signal.SIGKILL)
+    leader.wait()
 
 
 def test_there_is_no_signal_for_a_job_that_is_not_there(changes: Changes, jobs: Path) -> None:
