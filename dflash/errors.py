@@ -1,5 +1,6 @@
 """Named errors and the one place where a command turns them into a line and an exit code."""
 
+import io
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,7 +37,10 @@ def run_cli(app: Callable[[], Any]) -> None:
     """Run a command-line ``app``; a :class:`DFlashError` becomes one line on stderr and its exit code.
 
     So does an :class:`OSError` that nothing closer to the file has named: it is the machine's state, not a fault here.
+    What a terminal's encoding does not have is printed as an escape.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except DFlashError as error:

@@ -11,7 +11,7 @@ import typer
 
 from dflash.errors import DFlashError, UsageError
 from flows.decide import CaKey, UseAgent, ask_reason
-from flows.terminal import AsJson, HostsFile, PlanOnly, console, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, console, show_plan, typed
 from tasks import changes
 from tasks.actions import Run, escape
 from tasks.plans import Plan
@@ -42,15 +42,16 @@ def break_glass(
     host = known.host(name)
     if not host.protected:
         raise UsageError(f"{host.name} is not protected, so there is no glass to break; run it there over ssh")
-    action = Run(
-        host=host.name,
-        host_keys=host.fingerprints,
-        argv=tuple(argv),
-        cwd=folder,
-        seconds=duration(limit),
-        bytes=size(output),
-        break_glass=True,
-    )
+    with typed():
+        action = Run(
+            host=host.name,
+            host_keys=host.fingerprints,
+            argv=tuple(argv),
+            cwd=folder,
+            seconds=duration(limit),
+            bytes=size(output),
+            break_glass=True,
+        )
     wanted = Plan(changes=(action,), effect="an emergency: this runs at once, and both logs say who and why")
     if plan:
         show_plan(store, wanted, name, as_json=as_json)

@@ -9,7 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from dflash.errors import DFlashError
-from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, open_store, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, open_store, show_plan, typed
 from tasks.actions import escape
 from tasks.doctor_sessions import full_plan
 from tasks.finding import Finding
@@ -42,7 +42,8 @@ def doctor(
     """Try to get into HOST in ways that must fail; exit code 0 only when all of them do."""
     connector = Connector.load(hosts)
     host = connector.inventory.host(name)
-    wanted = full_plan(host, gate=gate) if full else None
+    with typed():
+        wanted = full_plan(host, gate=gate) if full else None
     if plan:
         if wanted is None and not as_json:
             typer.echo(f"{host.name}: keys and certificates are offered that must be refused; none could log in")

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from pydantic import ValidationError
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from dflash.errors import UsageError
 from tasks import inventory
 from tasks.actions import Action, Command, Launch, Put, ReadGrant, Revoke, Signal, Upload, escape, is_text
 from tasks.approvals import ApprovalStore
@@ -44,6 +46,18 @@ def asked_here() -> Origin | None:
     """The command that runs, for a request to name; None when it is not known or is not text."""
     command = COMMAND_LINE.get()
     return Origin(command=command) if command and all(map(is_text, command)) else None
+
+
+@contextmanager
+def typed() -> Iterator[None]:
+    """In the block an action is made of what was typed; raises ``UsageError`` where it cannot be one."""
+    try:
+        yield
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = "".join(f"{part}: " for part in problem["loc"] if isinstance(part, str))
+        why = problem.get("ctx", {}).get("error") or f"{problem['msg'].lower()}; write it again"
+        raise UsageError(f"{where}{why}") from None
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -56,6 +56,22 @@ def test_it_is_for_a_protected_host_only(operator: Operator) -> None:
     assert isinstance(result.exception, UsageError)
 
 
+@pytest.mark.parametrize(
+    ("argv", "what"),
+    [
+        (["--", "ls"], "path 'ls' is not absolute"),
+        (["--cwd", "here", "--", "/bin/ls"], "path 'here' is not absolute"),
+        (["--time", "8d", "--", "/bin/ls"], "seconds: "),
+        (["--", "/bin/ls", "\udcff"], "is not UTF-8 text"),
+    ],
+)
+def test_what_is_typed_wrongly_is_named_and_asks_for_nothing(operator: Operator, argv: list[str], what: str) -> None:
+    result = CliRunner().invoke(app, ["guard", "break-glass", "kpro6", "--reason", "x", *argv])
+    assert isinstance(result.exception, UsageError)
+    assert what in str(result.exception)
+    assert operator.connector.store.requests() == []
+
+
 def test_it_works_where_prefect_does_not(operator: Operator) -> None:
     marker = operator.checkpoint.with_name("here")
     program = "import sys; sys.modules['prefect'] = None; from flows.__main__ import main; main()"

@@ -69,6 +69,12 @@ def test_only_a_protected_host_has_a_doctor(operator: Operator, options: list[st
     assert isinstance(run("ct129", *options).exception, UsageError)
 
 
+def test_the_gate_is_named_by_its_whole_path(operator: Operator) -> None:
+    result = run("kpro6", "--full", "--plan", "--gate", "dflash-gate")
+    assert isinstance(result.exception, UsageError)
+    assert "'dflash-gate' is not absolute" in str(result.exception)
+
+
 def test_without_full_the_plan_is_to_log_in_nowhere(operator: Operator) -> None:
     before = operator.connections()
     assert "none could log in" in run("kpro6", "--plan").stdout

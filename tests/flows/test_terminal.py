@@ -1,7 +1,9 @@
+import io
 import sys
 
 import pytest
 
+from dflash.errors import run_cli
 from flows.terminal import shown_progress
 
 
@@ -27,3 +29,10 @@ def test_a_long_path_leaves_the_figures_their_place(
     assert "step_20000.pt" in shown
     assert "1.2/12.3 GB" in shown
     assert ":--" in shown
+
+
+def test_what_a_terminal_has_no_letter_for_is_printed_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding="latin-1", write_through=True))
+    run_cli(lambda: print("/dätä/с"))
+    assert printed.getvalue() == "/dätä/\\u0441\n".encode("latin-1")
