@@ -16,7 +16,7 @@ from flows.decide import CaKey, Reason, RequestId, UseAgent, ask_reason, decide,
 from flows.terminal import AsJson, HostsFile, console, listing, may, open_store, place
 from tasks.actions import escape
 from tasks.approvals import default_seconds
-from tasks.quantities import duration, show_duration
+from tasks.quantities import LONGEST_DURATION, duration, show_duration
 from tasks.requests import Request
 
 app = typer.Typer(no_args_is_help=True, help="Decide what may happen on a protected host.")
@@ -125,4 +125,6 @@ def _seconds(request: Request, valid: str | None, until: str | None) -> int:
         raise UsageError(f"--until {until!r} is not a date; write it as 2027-01-31 or 2027-01-31T06:00") from None
     if seconds < 1:
         raise UsageError(f"--until {until} is over; name a time to come")
+    if request.standing and seconds > LONGEST_DURATION:
+        raise UsageError(f"--until {until} is too far away; the longest is {show_duration(LONGEST_DURATION)} from now")
     return seconds

@@ -69,6 +69,9 @@ def ask_reason(reason: str | None) -> str:
 def go_on(store: ApprovalStore, request_id: str) -> None:
     """Start what asked for a request that counts now, or say how; where a second person is missing, say who."""
     request = store.get(request_id)
+    if request.status == "pending":
+        typer.echo(f"the operator approves it now: dflash-ops guard approve {request.id}")
+        return
     if store.find(request.plan) is None:
         typer.echo(f"a second person signs it now: dflash-ops guard countersign {request.id}")
         return

@@ -97,6 +97,14 @@ def test_where_two_persons_are_needed_the_first_one_is_told_who_is_missing(two_p
     assert approved(two_persons, plan).id == request.id
 
 
+def test_a_second_person_who_signs_first_is_told_that_the_operator_is_missing(two_persons: GuardState) -> None:
+    request = two_persons.store.request(two_persons.changing(two_persons.launch()))
+    key = str(two_persons.folder / "ada")
+    signed = done("guard", "countersign", request.id, "--name", "ada", "--key", key)
+    assert f"dflash-ops guard approve {request.id}" in signed
+    assert "guard countersign" not in signed
+
+
 @pytest.mark.parametrize(("name", "key"), [("eve", "ada"), ("ada", "bob"), ("ada", "nowhere")])
 def test_nobody_signs_as_somebody_else(two_persons: GuardState, name: str, key: str) -> None:
     request = two_persons.store.request(two_persons.changing(two_persons.launch()))

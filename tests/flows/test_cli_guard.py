@@ -9,6 +9,7 @@ import typer
 from click.testing import Result
 from typer.testing import CliRunner
 
+from dflash.errors import UsageError
 from flows import cli_audit, cli_guard, cli_hosts
 from tasks import process
 from tasks.errors import Refused
@@ -115,6 +116,14 @@ def test_wrong_options_of_approve(guard: GuardState, options: Sequence[str], mes
     result = run("guard", "approve", request.id, "--reason", "a test", *options)
     assert message in str(result.exception)
     assert guard.store.get(request.id).status == "pending"
+
+
+def test_a_standing_approval_ends_within_a_life(guard: GuardState) -> None:
+    request = guard.store.request(guard.plan(None, root=TREE), standing=True)
+    result = run("guard", "approve", request.id, "--reason", "watch", "--until", "9999-12-31")
+    assert isinstance(result.exception, UsageError)
+    assert "too far away" in str(result.exception)
+    assert guard.events() == ["request"]
 
 
 def test_a_standing_approval_from_request_to_drop(guard: GuardState) -> None:
