@@ -92,7 +92,8 @@ class ApprovalStore:
         digest = plan.digest()
         with self._files.locked():
             for waiting in self._files.read_all():
-                if (waiting.status, waiting.digest, waiting.standing) == ("pending", digest, standing):
+                # the effect is not in the digest, but it is what the operator reads
+                if (waiting.status, waiting.plan, waiting.standing) == ("pending", plan, standing):
                     # a deployment can start again by itself, so it stands before a command
                     if origin is not None and (waiting.origin is None or waiting.origin.deployment is None):
                         waiting = waiting.model_copy(update={"origin": origin})
@@ -184,9 +185,9 @@ class ApprovalStore:
         """Answer no; the throw-away keys are deleted."""
         request = self._undecided(request_id, reason)
         decision = decide(request, reason, operator, approved=False)
-        self._record(request, decision)
         with self._files.locked():
             self._check_still_undecided(request)
+            self._record(request, decision)
             self._files.write(request.model_copy(update={"decision": decision}))
             self._files.delete_keys(request)
 

@@ -1,6 +1,7 @@
 """What a decision is made of: how long it holds, and the certificates that say so."""
 
 import getpass
+import os
 import secrets
 import time
 from collections.abc import Iterator, Sequence
@@ -43,8 +44,16 @@ def decide(request: Request, reason: str, operator: str | None, *, approved: boo
     """The answer to ``request``, now, with a fresh serial for each certificate; ``operator`` is by default the user."""
     serials = tuple(secrets.randbelow(2**63 - 1) + 1 for _ in request.plan.actions) if approved else ()
     return Decision(
-        approved=approved, operator=operator or getpass.getuser(), reason=reason, time=time.time(), serials=serials
+        approved=approved, operator=operator or user_name(), reason=reason, time=time.time(), serials=serials
     )
+
+
+def user_name() -> str:
+    """Who runs this; a number where the system has no name for it, as in some containers."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
 
 
 def check_reason(reason: str) -> None:

@@ -5,7 +5,6 @@ public halves, so that not even a host without any guard would let the attempt i
 approval of its own (:mod:`tasks.doctor_sessions`) and skipped without.
 """
 
-import getpass
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +15,7 @@ from tasks import certificates, doctor_sessions, public_keys
 from tasks.actions import said
 from tasks.approvals import Approved
 from tasks.certificates import PRINCIPAL, CertificateError
+from tasks.deciding import user_name
 from tasks.finding import Finding, Status
 from tasks.identities import Identities, Identity, agent_identities, identities_here
 from tasks.inventory import Host
@@ -205,7 +205,7 @@ def _certificate(offers: Offers, name: str, identity: Identity, meaning: str) ->
 def _ordinary_keys(offers: Offers, identities: Identities) -> Iterator[Finding]:
     """Every identity of this machine, for the login of the gate, root and whoever asks."""
     unread = ", ".join(f"not read: {said(str(file))}" for file in identities.unread)
-    for user in dict.fromkeys((offers.host.user, "root", getpass.getuser())):
+    for user in dict.fromkeys((offers.host.user, "root", user_name())):
         answers = [
             answer
             for at in offers.endpoints

@@ -12,7 +12,10 @@ def state_dir() -> Path:
     Raises ``Refused`` when it cannot be: there are no approvals and no audit log without it.
     """
     named = os.environ.get("DFLASH_STATE")
-    path = Path(named) if named else Path.home() / ".local" / "state" / "dflash"
+    try:
+        path = Path(named) if named else Path.home() / ".local" / "state" / "dflash"
+    except RuntimeError:
+        raise Refused("this user has no home folder for the state; name a folder in $DFLASH_STATE") from None
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:

@@ -1,16 +1,19 @@
+import os
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tasks import certificates
+from tasks import approvals, certificates
 from tasks.approvals import ApprovalStore
+from tasks.deciding import decide
 from tasks.errors import Refused
 from tasks.plans import Plan
-from tasks.requests import Request
+from tasks.requests import Decision, Request
 from tests.guard_state import CHECKPOINT, GuardState, make_key
 
 TREE = "/workspace/dflash/checkpoints"
@@ -142,6 +145,43 @@ def test_a_decision_needs_a_reason_and_happens_once(guard: GuardState, store: Ap
         "a test",
         True,
     )
+
+
+def test_a_user_without_a_name_decides_under_a_number(
+    guard: GuardState, store: ApprovalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("LOGNAME", "USER", "LNAME", "USERNAME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "getuid", lambda: 4_000_000_000)
+    store.deny(store.request(guard.plan()).id, reason="no")
+    (decision,) = [entry for entry in guard.audit.entries() if entry["event"] == "decision"]
+    assert decision["operator"] == "4000000000"
+
+
+def test_a_denial_that_comes_too_late_is_not_recorded(
+    guard: GuardState, store: ApprovalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = store.request(guard.plan())
+
+    def decide_late(*args: Any, **named: Any) -> Decision:
+        monkeypatch.undo()
+        guard.store.approve(request.id, reason="a test", ca_key=guard.ca_key)
+        return decide(*args, **named)
+
+    monkeypatch.setattr(approvals, "decide", decide_late)
+    with pytest.raises(Refused, match="is approved already"):
+        store.deny(request.id, reason="no")
+    assert [entry["approved"] for entry in guard.audit.entries() if entry["event"] == "decision"] == [True]
+    assert store.find(guard.plan()) is not None
+
+
+def test_the_same_for_another_purpose_is_a_request_of_its_own(guard: GuardState, store: ApprovalStore) -> None:
+    plan = guard.plan()
+    first = store.request(plan)
+    other = store.request(plan.model_copy(update={"effect": "it is sent to somebody else"}))
+    assert other.id != first.id
+    assert other.plan.effect == "it is sent to somebody else"
+    assert store.request(plan).id == first.id
 
 
 def test_denied_is_denied_and_the_next_try_asks_anew(guard: GuardState, store: ApprovalStore) -> None:
