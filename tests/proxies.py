@@ -66,8 +66,8 @@ class Proxy:
         with self._lock:
             self._flips[direction].append(self.passed[direction] + after)
 
-    def spoil(self, after: int | None, direction: str = TO_SERVER) -> None:
-        """Flip one bit of the byte ``after`` bytes into every connection that gets so far; None: no more."""
+    def spoil(self, after: int, direction: str = TO_SERVER) -> None:
+        """Flip one bit of the byte ``after`` bytes into every connection that gets so far."""
         self._spoilt_at[direction] = after
 
     def close(self) -> None:

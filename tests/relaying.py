@@ -233,9 +233,9 @@ def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         time.sleep(0.02)
 
 
-def parts(size: int, count: int, **more: Any) -> Settings:
-    """Settings that cut ``size`` bytes into ``count`` ranges."""
-    return Settings(range_bytes=-(-size // count), **more)
+def parts(size: int, count: int, *, streams: int = 1, **more: Any) -> Settings:
+    """Settings that cut ``size`` bytes into ``count`` ranges, whatever the round trip on a busy machine is."""
+    return Settings(range_bytes=-(-size // count), streams=streams, **more)
 
 
 def _words(pid: int) -> list[bytes]:
