@@ -260,11 +260,15 @@ def test_destination_that_cannot_be_reached_is_said_at_once(bad_way: Way, links:
     assert notices == []
 
 
-def test_connects_are_paced_to_what_an_sshd_lets_wait(site: Site, tmp_path: Path) -> None:
-    """Five streams at once, with two connections each, to an sshd that lets six wait that have not logged in."""
+def test_connects_are_paced_to_what_an_sshd_lets_wait(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Five streams with two connections each, to an sshd that lets no more wait for their login than one has."""
+    assert 2 * streams.CONNECTS_AT_ONCE < 10, "OpenSSH's own MaxStartups is 10:30:100"
+    monkeypatch.setattr(streams, "CONNECTS_AT_ONCE", 1)
     config = site.ordinary.config
     text = config.read_text()
-    config.write_text(text.replace("MaxStartups 100:30:200", "MaxStartups 6:100:6"))
+    config.write_text(text.replace("MaxStartups 100:30:200", "MaxStartups 2:100:2"))
     site.ordinary.restart()
     try:
         way = Way.through(site, tmp_path, source="infer")
