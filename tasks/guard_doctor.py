@@ -17,7 +17,7 @@ from tasks.approvals import Approved
 from tasks.certificates import PRINCIPAL, CertificateError
 from tasks.deciding import user_name
 from tasks.finding import Finding, Status
-from tasks.identities import Identities, Identity, agent_identities, identities_here
+from tasks.identities import Identities, Identity, agent_identities, identities_here, private_keys_here
 from tasks.inventory import Host
 from tasks.offers import Offers, hear, identity_in, place
 from tasks.ssh import Connector, HostKeyError, effective_settings
@@ -75,7 +75,7 @@ def _enforcement(host: Host) -> Finding:
     name = "enforcement"
     if host.enforcement == "host":
         user = f"; commands run as {host.job_user}" if host.job_user else ""
-        return Finding(name, "pass", f"host{user}", "the host's sshd starts the gate for this login and nothing else")
+        return Finding(name, "pass", f"host{user}", "so says hosts.yaml; whether its sshd does, the rows below tell")
     if host.enforcement == "authorized-keys":
         return Finding(
             name,
@@ -105,18 +105,24 @@ def ca_key(connector: Connector) -> Finding:
             "whatever reaches the agent can sign approvals, unless the key was added with ssh-add -c; take it out: "
             "ssh-add -d",
         )
-    if guard.ca_key is None or not guard.ca_key.exists():
-        return Finding(name, "pass", "not on this machine", "nothing here can approve")
+    named = [guard.ca_key] if guard.ca_key is not None and guard.ca_key.exists() else []
     try:
-        encrypted = public_keys.read_private_key_file(guard.ca_key).encrypted
+        keys = {file: public_keys.read_private_key_file(file) for file in named}
     except (OSError, public_keys.PublicKeyError) as error:
         return Finding(name, "warn", said(str(error)), "it could not be told whether the CA key has a passphrase")
-    if encrypted or guard.ca_public_key.split()[0] in public_keys.SECURITY_KEY_TYPES:
+    # whoever keeps it may not have named it
+    keys = {file: key for file, key in (private_keys_here() | keys).items() if key.public == blob}
+    if not keys:
+        return Finding(
+            name, "pass", "not on this machine", "neither hosts.yaml nor ~/.ssh has it, so nothing here approves"
+        )
+    plain = [file for file, key in keys.items() if not key.encrypted]
+    if not plain or public_keys.is_in_token(guard.ca_public_key):
         return Finding(name, "pass", "has a passphrase or asks for a touch", "it signs with the operator there")
     if guard.lab:
         return Finding(name, "warn", "the lab's, without a passphrase", "anything on this machine can approve")
-    why = f"anything on this machine can approve; give it a passphrase: ssh-keygen -p -f {guard.ca_key}"
-    return Finding(name, "fail", "no passphrase", why)
+    why = f"anything on this machine can approve; give it a passphrase: ssh-keygen -p -f {plain[0]}"
+    return Finding(name, "fail", f"no passphrase: {said(str(plain[0]))}", why)
 
 
 def _host_keys(offers: Offers) -> Finding:

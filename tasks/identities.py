@@ -8,6 +8,7 @@ import base64
 import re
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,8 +41,7 @@ class Identities:
 
 def identities_here(files: Iterable[Path] = (), folder: Path | None = None) -> Identities:
     """The keys of the ssh agent, of ``folder`` (by default ``~/.ssh``) and of ``files``."""
-    folder = Path.home() / ".ssh" if folder is None else folder
-    inside = sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
+    inside = _files(folder)
     found, unread = agent_identities(), []
     for file in dict.fromkeys([*inside, *files]):
         try:
@@ -59,6 +59,15 @@ def identities_here(files: Iterable[Path] = (), folder: Path | None = None) -> I
     return Identities(tuple(reversed(once.values())), tuple(unread))
 
 
+def private_keys_here(folder: Path | None = None) -> dict[Path, public_keys.PrivateKeyFile]:
+    """The private keys in OpenSSH's own form in ``folder`` (by default ``~/.ssh``)."""
+    found = {}
+    for file in _files(folder):
+        with suppress(OSError, public_keys.PublicKeyError):
+            found[file] = public_keys.read_private_key_file(file)
+    return found
+
+
 def agent_identities() -> list[Identity]:
     """The keys that the ssh agent holds; none without an agent."""
     try:
@@ -67,6 +76,15 @@ def agent_identities() -> list[Identity]:
     except ProcessError:
         return []
     return _lines(listed.stdout, "agent")
+
+
+def _files(folder: Path | None) -> list[Path]:
+    try:
+        folder = Path.home() / ".ssh" if folder is None else folder
+    except RuntimeError:
+        # this user has no home
+        return []
+    return sorted(file for file in folder.iterdir() if file.is_file()) if folder.is_dir() else []
 
 
 def _lines(text: str, where: str) -> list[Identity]:

@@ -12,6 +12,7 @@ from dflash.errors import UsageError
 from tasks import doctor_sessions
 from tasks.approvals import Approved
 from tasks.doctor_sessions import attempt, full_plan
+from tasks.errors import HostBusy, Refused
 from tasks.finding import Finding
 from tests.sshds import GATE, MATCH, Operator, Site
 
@@ -97,6 +98,29 @@ def guarded_by(site: Site, folder: Path, start: Callable[..., object], gate: Pat
     sshd = start("\n".join(kept))
     train = {"port": sshd.port, "host_keys": list(sshd.host_keys)}  # type: ignore[attr-defined]
     return site.operator(folder / "operator", train=train)
+
+
+@pytest.mark.parametrize(
+    ("complaint", "status"),
+    [("dflash@host: Permission denied (publickey).", "pass"), ("ssh: connect to host: Connection refused", "skipped")],
+)
+def test_a_connection_that_did_not_come_about_refused_nothing(complaint: str, status: str) -> None:
+    answer = doctor_sessions._Answer(255, b"", complaint)
+    assert doctor_sessions._refused_by_gate("altered action line", answer, "it is refused").status == status
+
+
+@pytest.mark.parametrize("refusal", [HostBusy("two sessions are open"), Refused("sshd did not accept it")])
+def test_a_budget_of_which_nothing_was_read_is_not_found_well(
+    site: Site, operator: Operator, monkeypatch: pytest.MonkeyPatch, refusal: Refused
+) -> None:
+    def refuse(*_: object) -> None:
+        raise refusal
+
+    full = approved(operator, GATE, site)
+    monkeypatch.setattr(doctor_sessions, "open_session", refuse)
+    host, read = operator.train, full.read
+    found = doctor_sessions._Attempts(operator.connector, host, full, str(GATE), read, read).budget()
+    assert (found.status, found.measured) == ("fail", str(refusal))
 
 
 @pytest.mark.slow

@@ -281,6 +281,23 @@ def test_a_ca_key_that_signs_unattended_is_found(
     assert ca_key(operator.connector).status == status
 
 
+@pytest.mark.parametrize(("passphrase", "status"), [("", "fail"), (PASSPHRASE, "pass")])
+def test_a_ca_key_that_no_file_names_is_found_among_the_users(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, passphrase: str, status: str
+) -> None:
+    operator = site.operator(tmp_path / "operator")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / ".ssh").mkdir()
+    public = make_key(tmp_path / ".ssh" / "dflash_ca", passphrase=passphrase)
+    make_key(tmp_path / ".ssh" / "id_ed25519")
+    guard = operator.inventory.guard.model_copy(update={"ca_public_key": public, "ca_key": None, "lab": False})
+    operator.connector.inventory = operator.inventory.model_copy(update={"guard": guard})
+    found = ca_key(operator.connector)
+    assert found.status == status
+    assert ("dflash_ca" in found.measured) == (status == "fail")
+    assert found.measured != "not on this machine"
+
+
 def test_a_ca_key_in_the_agent_is_a_warning(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     operator = site.operator(tmp_path / "operator")
     with ssh_agent(tmp_path, monkeypatch, site.login_key):
