@@ -68,7 +68,7 @@ def verify(hosts: HostsFile = None) -> None:
     problems: list[str] = []
     heads: list[str] = []
     try:
-        heads = ApprovalStore(inventory.load(hosts), audit).heads()
+        heads = ApprovalStore(inventory.load(hosts), audit).heads(problems)
     except Refused as error:
         problems.append(str(error))
     problems += audit.verify(heads)

@@ -42,7 +42,9 @@ def standing(context: typer.Context, hosts: HostsFile = None, as_json: AsJson = 
     table = listing("id", "limits", "where", "may", folded="where")
     for approval in live:
         grant = approval.grant
-        speed = show_rate(grant.rate or known.host(grant.host).read_limit)
+        host = known.hosts.get(grant.host)
+        limit = grant.rate or (host.read_limit if host is not None else 0)
+        speed = show_rate(limit) if limit else "the host's read_limit"
         limits = f"{grant.sessions} sessions", f"{show_size(grant.bytes)} in all", speed
         ends = f"until {show_time(approval.not_after)}"
         table.add_row(approval.id, "\n".join((*limits, ends)), Text(place(grant)), "\n".join(grant.verbs))

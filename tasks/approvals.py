@@ -14,6 +14,7 @@ from dflash.errors import DFlashError
 from tasks import countersigning, signing
 from tasks.actions import Change, escape
 from tasks.audit import Audit
+from tasks.certificates import CertificateError
 from tasks.credentials import Approval, Approved, Credentials, matching
 from tasks.deciding import certify, check_reason, check_validity, decide, default_seconds, is_emergency
 from tasks.errors import Refused
@@ -215,9 +216,11 @@ class ApprovalStore:
                 self._files.write(request.model_copy(update={"second": name}))
 
     def standing(self) -> list[Approval]:
-        """The standing approvals in force: each is a live credential on this machine."""
-        live = [request for request in self._approved() if request.standing]
-        found = [self._credentials.in_force(request, range(len(request.plan.actions))) for request in live]
+        """The standing approvals in force: each is a live credential on this machine.
+
+        So is one whose host has changed in hosts.yaml since, or is gone from it: the host itself may still honour it.
+        """
+        found = [self._credentials.live(request) for request in self._approved() if request.standing]
         return [approved.read for approved in found if approved is not None]
 
     def drop(self, request_id: str) -> None:
@@ -276,14 +279,23 @@ class ApprovalStore:
                 self._check(approval)
                 self._spending.debit(approval.serial, approval.grant, count)
 
-    def heads(self) -> list[str]:
-        """The audit heads signed into all approvals there ever were; raises ``Refused`` when a certificate is gone."""
-        return [
-            self._credentials.certificate(request, index).terms.head
-            for request in self._files.read_all()
-            if request.decision is not None and request.decision.approved
-            for index in range(len(request.plan.actions))
-        ]
+    def heads(self, problems: list[str] | None = None) -> list[str]:
+        """The audit heads signed into all approvals there ever were.
+
+        Raises ``Refused`` when a certificate is gone or not this CA's; with ``problems`` that is added to them.
+        """
+        heads = []
+        for request in self._files.read_all():
+            if request.decision is None or not request.decision.approved:
+                continue
+            for index in range(len(request.plan.actions)):
+                try:
+                    heads.append(self._credentials.certificate(request, index).terms.head)
+                except CertificateError as error:
+                    if problems is None:
+                        raise
+                    problems.append(str(error))
+        return heads
 
     # --- deciding
 

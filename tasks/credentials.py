@@ -112,8 +112,13 @@ class Credentials:
             return None
         return approved if alone or self._has_second(approved) else None
 
-    def _believed(self, request: Request, places: Sequence[int]) -> Approved | None:
-        """As :meth:`in_force`, spent or not and by however many persons."""
+    def live(self, request: Request) -> Approved | None:
+        """All of ``request`` that a host may still honour, whatever hosts.yaml says of that host by now."""
+        approved = self._believed(request, range(len(request.plan.actions)), as_signed=True)
+        return approved if approved is not None and self._has_second(approved) else None
+
+    def _believed(self, request: Request, places: Sequence[int], *, as_signed: bool = False) -> Approved | None:
+        """As :meth:`in_force`, spent or not and by however many persons; ``as_signed`` is for :meth:`of`."""
         now = time.time()
         assert request.decision is not None
         if request.decision.time > now + CLOCK_TOLERANCE:
@@ -127,22 +132,23 @@ class Credentials:
                 f"{self._files.folder} away and ask again"
             )
         try:
-            approved = self.of(request, places)
+            approved = self.of(request, places, as_signed=as_signed)
         except CertificateError:
             return None
         whole = all(approval.key_path.is_file() for approval in approved.approvals)
         return approved if whole and approved.not_after > now else None
 
-    def of(self, request: Request, places: Sequence[int]) -> Approved:
-        """The approval of the actions at ``places``; raises :class:`CertificateError` for a wrong certificate."""
-        host = self._inventory.host(request.plan.host)
-        taken = host.source_addresses, form(host)
+    def of(self, request: Request, places: Sequence[int], *, as_signed: bool = False) -> Approved:
+        """The approval of the actions at ``places``; raises :class:`CertificateError` for a wrong certificate.
+
+        ``as_signed`` takes one that is not as hosts.yaml has its host now.
+        """
         two_person = self._inventory.guard.two_person
         approvals = []
         for index in places:
             certificate = self.certificate(request, index)
-            if (certificate.terms.source_addresses, certificate.terms.enforcement) != taken:
-                raise CertificateError(f"hosts.yaml changed what {host.name} takes since {request.id}; ask again")
+            if not as_signed:
+                self._check_taken(request, certificate)
             signature = self._files.signature(request.id, index)
             action = request.plan.actions[index]
             # a gate that asks for no second person does not expect a signature
@@ -161,6 +167,11 @@ class Credentials:
                 )
             )
         return Approved(request.id, min(approval.not_after for approval in approvals), tuple(approvals))
+
+    def _check_taken(self, request: Request, certificate: Certificate) -> None:
+        host, terms = self._inventory.host(request.plan.host), certificate.terms
+        if (terms.source_addresses, terms.enforcement) != (host.source_addresses, form(host)):
+            raise CertificateError(f"hosts.yaml changed what {host.name} takes since {request.id}; ask again")
 
     def certificate(self, request: Request, index: int) -> Certificate:
         """The certificate of one action; raises :class:`CertificateError` unless it is for just that."""

@@ -13,7 +13,7 @@ from dflash.errors import UsageError
 from flows import cli_audit, cli_guard, cli_hosts
 from tasks import process
 from tasks.errors import Refused
-from tests.guard_state import CHECKPOINT, PASSPHRASE, GuardState
+from tests.guard_state import CHECKPOINT, PASSPHRASE, GuardState, make_key
 from tests.terminals import at_a_terminal
 
 COMMANDS = typer.Typer()
@@ -118,6 +118,23 @@ def test_wrong_options_of_approve(guard: GuardState, options: Sequence[str], mes
     assert guard.store.get(request.id).status == "pending"
 
 
+def test_a_standing_approval_of_a_host_that_changed_is_listed_and_can_be_dropped(guard: GuardState) -> None:
+    for old, new in (
+        ("[10.1.2.1]", "[10.1.2.9]"),
+        ("kpro6:", "kpro7:"),
+        (guard.keys["training"], make_key(guard.folder / "other")),
+    ):
+        request = guard.store.request(guard.plan(None, root=TREE), standing=True)
+        done("guard", "approve", request.id, "--reason", "watch", "--valid", "30d")
+        before = guard.hosts_file.read_text()
+        guard.hosts_file.write_text(before.replace(old, new))
+        assert request.id in done("guard", "standing")
+        assert json.loads(done("guard", "standing", "--json"))[0]["id"] == request.id
+        done("guard", "standing", "drop", request.id)
+        assert "no standing approval" in done("guard", "standing")
+        guard.hosts_file.write_text(before)
+
+
 def test_a_standing_approval_ends_within_a_life(guard: GuardState) -> None:
     request = guard.store.request(guard.plan(None, root=TREE), standing=True)
     result = run("guard", "approve", request.id, "--reason", "watch", "--until", "9999-12-31")
@@ -158,6 +175,17 @@ def test_wrong_standing_requests(guard: GuardState, place: str, options: Sequenc
     result = run("guard", "standing", "request", place, "--sessions", "1", "--bytes", "1GB", *options)
     assert message in str(result.exception)
     assert guard.store.requests() == []
+
+
+def test_one_certificate_that_cannot_be_read_hides_no_other_entry_that_is_gone(guard: GuardState) -> None:
+    (lost,) = guard.approve(guard.plan()).approvals
+    guard.approve(guard.plan("/w/other"))
+    lost.certificate_path.unlink()
+    lines = guard.audit.file.read_bytes().splitlines(keepends=True)
+    guard.audit.file.write_bytes(b"".join(lines[:-1]))
+    broken = str(run("audit", "verify").exception)
+    assert "No such file" in broken
+    assert "the log was cut" in broken
 
 
 def test_audit_show_and_verify(guard: GuardState) -> None:
