@@ -56,6 +56,8 @@ def break_glass(
     if plan:
         show_plan(store, wanted, name, as_json=as_json)
         return
+    if as_json:
+        raise UsageError("--json is for --plan: what the command writes is printed as it is; leave it out")
     wanted.render(console(stderr=True))
     reason = ask_reason(reason)
     if sys.stdin.isatty() and not typer.confirm("break the glass for exactly this?", err=True):

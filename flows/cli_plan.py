@@ -16,7 +16,10 @@ def plan(
     context: typer.Context,
     command: Annotated[list[str], typer.Argument(metavar="-- COMMAND…", help="A dflash-ops command, after --")],
 ) -> None:
-    """Show what COMMAND would ask for and do, and whether it is approved; nothing is done and nothing is asked for."""
+    """Show what COMMAND would ask for and do, and whether it is approved; nothing changes and no request is left.
+
+    What a relay may read already it looks at, to tell how much would move.
+    """
     root: Any = context.find_root().command
     code = root.main(with_plan(root, command), prog_name="dflash-ops", standalone_mode=False)
     if code:

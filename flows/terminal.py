@@ -35,7 +35,7 @@ FIGURES_WIDTH = 38
 
 HostsFile = Annotated[Path | None, typer.Option("--hosts", help="hosts.yaml; else $DFLASH_HOSTS, else ./hosts.yaml")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-PlanOnly = Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; touch nothing.")]
+PlanOnly = Annotated[bool, typer.Option("--plan", help="Say what would be asked for and done; change nothing.")]
 
 
 COMMAND_LINE: ContextVar[tuple[str, ...]] = ContextVar("COMMAND_LINE", default=())

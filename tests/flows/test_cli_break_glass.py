@@ -62,6 +62,7 @@ def test_it_is_for_a_protected_host_only(operator: Operator) -> None:
         (["--", "ls"], "path 'ls' is not absolute"),
         (["--cwd", "here", "--", "/bin/ls"], "path 'here' is not absolute"),
         (["--time", "8d", "--", "/bin/ls"], "seconds: "),
+        (["--json", "--", "/bin/ls"], "--json is for --plan"),
         (["--", "/bin/ls", "\udcff"], "is not UTF-8 text"),
     ],
 )

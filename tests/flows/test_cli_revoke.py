@@ -1,5 +1,6 @@
 """Taking back what a real gate would honour."""
 
+import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +66,13 @@ def test_the_host_refuses_a_copied_key_too_and_ends_an_open_session(
         session.stat(str(operator.checkpoint))
     with pytest.raises(Refused):
         open_past_the_store(operator, copy, monkeypatch)
+
+
+def test_as_json_it_says_what_the_host_refuses(operator: Operator) -> None:
+    approval = approve_reading(operator)
+    result = run("guard", "revoke", approval.id, "--reason", "a test", "--json")
+    assert json.loads(result.stdout) == {"id": approval.id, "status": "ended", "refused_there": [approval.serial]}
+    assert "its key is deleted" in result.stderr
 
 
 def test_what_the_host_did_not_hear_is_revoked_here_and_told_later(operator: Operator) -> None:
