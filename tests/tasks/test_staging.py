@@ -8,6 +8,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -269,12 +270,11 @@ class TestFaults:
         assert len(way.operator.events("consumption")) == 2
 
     def test_source_that_changes_never_gets_its_final_name(self, way: Way) -> None:
-        def rewrite(done: int, total: int) -> None:
-            if done > total // 2:
-                way.source_file.write_bytes(os.urandom(SIZE))
+        def rewrite() -> None:
+            way.source_file.write_bytes(os.urandom(SIZE))
 
-        with pytest.raises(DFlashError, match="changed while"):
-            way.relay(rewrite)
+        with pytest.raises(DFlashError, match="changed while"), at_fourth("fetch", rewrite):
+            way.relay()
         assert list(way.destination_file.parent.iterdir()) == []
         assert way.server.keys() == []
 
@@ -340,8 +340,8 @@ class TestByHost:
         (upload,) = plan.changes
         assert isinstance(upload, Upload)
         assert (upload.bytes, upload.endpoint, upload.bucket) == (SIZE, way.server.endpoint, BUCKET)
-        with pytest.raises(ZeroDivisionError):
-            way.relay(broken_at(0.6))
+        with pytest.raises(ZeroDivisionError), at_fourth("fetch", break_off):
+            way.relay()
         (rest,) = way.plan_uploads().changes
         assert isinstance(rest, Upload)
         assert set(rest.parts) < set(upload.parts)
@@ -391,17 +391,29 @@ class TestLinks:
         assert "refused the credentials" in choice.why
 
 
-def broken_at(share: float) -> Progress:
-    def progress(done: int, total: int) -> None:
-        if done > total * share:
-            raise ZeroDivisionError
+@contextmanager
+def at_fourth(method: str, act: Callable[[], object]) -> Iterator[None]:
+    """Act when a receiver is asked for the fourth time to do ``method``."""
+    real, asked = getattr(staging.Receiver, method), []
 
-    return progress
+    def ask(*arguments: Any, **more: Any) -> Any:
+        asked.append(arguments)
+        if len(asked) == 4:
+            act()
+        return real(*arguments, **more)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(staging.Receiver, method, ask)
+        yield
+
+
+def break_off() -> None:
+    raise ZeroDivisionError
 
 
 def test_relay_that_broke_goes_on_with_what_is_missing(way: Way) -> None:
-    with pytest.raises(ZeroDivisionError):
-        way.relay(broken_at(0.6))
+    with pytest.raises(ZeroDivisionError), at_fourth("fetch", break_off):
+        way.relay()
     assert way.nothing_arrived()
     assert way.server.keys() == []
     result = way.relay()
@@ -413,8 +425,8 @@ def test_relay_that_broke_goes_on_with_what_is_missing(way: Way) -> None:
 @pytest.mark.parametrize("first", ["s3", pytest.param("ssh", marks=pytest.mark.slow)])
 def test_relay_goes_on_by_the_other_way(way: Way, first: str) -> None:
     one, other = (way.relay, way.relay_over_ssh) if first == "s3" else (way.relay_over_ssh, way.relay)
-    with pytest.raises(ZeroDivisionError):
-        one(broken_at(0.6))
+    with pytest.raises(ZeroDivisionError), at_fourth("fetch" if first == "s3" else "stored", break_off):
+        one()
     assert 0 < other().moved < SIZE
     assert way.whole()
 
@@ -423,13 +435,9 @@ def killed_in_the_middle(way: Way) -> list[str]:
     """Relay in a process of its own that dies when some of it has arrived and some is in the store: its keys."""
     child = os.fork()
     if child == 0:
-
-        def die(done: int, total: int) -> None:
-            if waiting_in_store(way) and done > total // 2:
-                os.kill(os.getpid(), 9)
-
         try:
-            way.relay(die)
+            with at_fourth("fetch", lambda: os.kill(os.getpid(), 9)):
+                way.relay()
         finally:
             os._exit(0)
     _, status = os.waitpid(child, 0)
