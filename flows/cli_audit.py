@@ -56,7 +56,7 @@ def show(
             name: value for name, value in entry.items() if name not in ("time", "event", "request", "prev", "digest")
         }
         what = ", ".join(f"{name} {value}" for name, value in rest.items())
-        shown = (show_time(entry["time"]), entry["event"], str(entry.get("request", "")), what)
+        shown = (show_time(entry["time"]), entry["event"], str(entry.get("request") or ""), what)
         table.add_row(*(Text(escape(text)) for text in shown))
     console().print(table)
 

@@ -144,6 +144,11 @@ def _authorized_keys_text(inventory: Inventory, host: Host) -> str:
             f"gate_state of {host.name} is {DEFAULT_STATE}, which {host.user} cannot make; set it in hosts.yaml to a "
             f"folder of that login's own, such as /home/{host.user}/{GATE_HOME}/state"
         )
+    if gate_path(host).rpartition("/")[0].rpartition("/")[2] != GATE_HOME:
+        raise UsageError(
+            f"the gate of {host.name} would be looked for as {gate_path(host)}, and it is started in the login's own "
+            f"{GATE_HOME}; set gate_state in hosts.yaml to /home/{host.user}/{GATE_HOME}/state, or gate to its path"
+        )
     if inventory.guard.two_person:
         raise UsageError(
             f"guard.two_person needs enforcement: host, and {host.name} has authorized-keys: its gate does not see "

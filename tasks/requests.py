@@ -22,6 +22,7 @@ from tasks.plans import Plan
 
 Time = Annotated[float, Field(ge=0, le=LATEST, allow_inf_nan=False)]
 Serial = Annotated[int, Field(ge=1, le=LARGEST)]
+ID = "[0-9a-f]{8}"
 Status = Literal["pending", "approved", "denied", "ended", "spent"]
 
 
@@ -120,7 +121,7 @@ class RequestFiles:
         """One request, None when there is none; others that are corrupt do not matter to it."""
         file = self._requests / f"{request_id}.json"
         with self.usable():
-            return self._read(file) if re.fullmatch("[0-9a-f]{8}", request_id) and file.exists() else None
+            return self._read(file) if re.fullmatch(ID, request_id) and file.exists() else None
 
     def write(self, request: Request) -> None:
         """Replace the request's file, durably and as a whole."""
@@ -188,7 +189,8 @@ class RequestFiles:
             request = Request.model_validate_json(file.read_bytes())
         except ValidationError:
             request = None
-        if request is None or request.id != file.stem or request.digest != request.plan.digest():
+        named = request is not None and re.fullmatch(ID, request.id) and request.id == file.stem
+        if request is None or not named or request.digest != request.plan.digest():
             raise Refused(f"request file {file} is corrupt, so nothing is approved; move it away and ask again")
         return request.model_copy(update={"outcome": None})
 

@@ -15,6 +15,13 @@ done
 
 # 2. The login, used for nothing else. It must be able to read what is to be relayed:
 #    runuser -u $user -- head -c 1 CHECKPOINT
+if [ -e $state ] && [ "$$(stat -c %U $state)" != $user ]; then
+    echo "$state is not a folder of $user alone: name another as gate_state in hosts.yaml"; exit 1
+fi
+home=$$(getent passwd $user | cut -d: -f6)
+if [ -s "$$home/.ssh/authorized_keys" ]; then
+    echo "$user has keys in $$home/.ssh/authorized_keys, which this would lock out: name a login nobody uses"; exit 1
+fi
 id -u $user > /dev/null 2>&1 || useradd --system --shell /bin/sh --home-dir $state $user
 if [ "$$(id -u $user)" = 0 ]; then echo "root cannot be the login of the gate"; exit 1; fi
 

@@ -215,6 +215,14 @@ def test_a_time_that_cannot_be_is_a_corrupt_request(guard: GuardState, store: Ap
         store.find(guard.plan())
 
 
+def test_a_request_of_a_name_that_deceives_is_corrupt(guard: GuardState, store: ApprovalStore) -> None:
+    request = store.request(guard.plan())
+    renamed = request.model_copy(update={"id": "[red]\x1b[2J"})
+    (store.folder / "requests" / f"{renamed.id}.json").write_text(renamed.model_dump_json())
+    with pytest.raises(Refused, match="is corrupt"):
+        store.requests()
+
+
 def test_an_unknown_request_lists_the_way(store: ApprovalStore, guard: GuardState) -> None:
     for name in ("deadbeef", "../../etc/passwd", ""):
         with pytest.raises(Refused, match="guard requests"):

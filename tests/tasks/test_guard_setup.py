@@ -167,6 +167,20 @@ def test_set_up_stops_at_what_is_not_as_expected(tmp_path: Path) -> None:
         assert altered.returncode == 1
         assert "dflash-gate: FAILED" in altered.stdout
         assert not Path(GATE).exists()
+        mode = Path("/var/lib").stat().st_mode
+        elsewhere = host.inventory(gate_state="/var/lib")
+        taken = host.set_up(setup_text(elsewhere, elsewhere.host("train")))
+        assert taken.returncode == 1
+        assert "/var/lib is not a folder of" in taken.stdout
+        assert Path("/var/lib").stat().st_mode == mode
+        keys = Path(f"/home/{LOGIN}/.ssh/authorized_keys")
+        process.run(["usermod", "--home", f"/home/{LOGIN}", LOGIN])
+        keys.parent.mkdir(parents=True)
+        keys.write_text("an administrator's\n")
+        used = host.set_up(text)
+        assert used.returncode == 1
+        assert "which this would lock out" in used.stdout
+        keys.unlink()
         config = SSHD_CONFIG.read_text()
         SSHD_CONFIG.write_text(f"{config}\nMatch User {LOGIN}\n  ForceCommand /bin/sh\n")
         earlier = host.set_up(text)
@@ -269,6 +283,7 @@ def test_client_enforcement_is_told_to_be_passable(site: Site, tmp_path: Path) -
         ({"user": LOGIN, "gate_state": "/var/lib/$(id)"}, "letters, digits"),
         ({"user": LOGIN, "gate": "/opt/a b/dflash-gate"}, "gate '/opt/a b/dflash-gate'"),
         ({"user": LOGIN, "enforcement": "authorized-keys"}, f"/home/{LOGIN}/.dflash/state"),
+        ({"user": LOGIN, "enforcement": "authorized-keys", "gate_state": "/srv/gate/state"}, "/srv/gate/dflash-gate"),
     ],
 )
 def test_what_cannot_be_set_up_is_named(site: Site, tmp_path: Path, changes: dict[str, Any], says: str) -> None:
