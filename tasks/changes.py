@@ -11,11 +11,12 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import Timer
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
-from dflash.errors import UsageError
+from dflash.errors import DFlashError, UsageError
 from tasks.actions import AnyChange, Change, Count, Launch, Put, Revoke, Run, Sha256, Signal, Upload, escape
 from tasks.approvals import Approval
 from tasks.channel import Channel, Reply, open_channel
@@ -81,11 +82,12 @@ def put(
     _check_content(source, action)
     with _performing(connector, host, approval, action) as channel:
         channel.answer(_Ready, "put", seconds=_patience(action))
-        for chunk in _approved_chunks(source, action):
-            channel.write(chunk)
-            channel.bytes += len(chunk)
-            if progress is not None:
-                progress(channel.bytes, action.size)
+        with _ended_after(channel, _patience(action)):
+            for chunk in _approved_chunks(source, action):
+                channel.write(chunk)
+                channel.bytes += len(chunk)
+                if progress is not None:
+                    progress(channel.bytes, action.size)
         stored = channel.answer(_Stored, "put", seconds=_patience(action)).sha256
         if stored != action.sha256:
             raise channel.broken(f"it wrote {stored}, and {action.sha256} was sent")
@@ -182,6 +184,21 @@ def _performing(connector: Connector, host: Host, approval: Approval | None, act
     # the gate has said what came of it; it gets time to write that into its own log, and its exit changes nothing
     channel.finish()
     channel.end(channel.outcome)
+
+
+@contextmanager
+def _ended_after(channel: Channel, seconds: float) -> Iterator[None]:
+    """End ``channel`` when the block takes longer: a gate that takes in nothing any more would block it for ever."""
+    timer = Timer(seconds, channel.abort)
+    timer.start()
+    try:
+        yield
+    except DFlashError:
+        if timer.finished.is_set():
+            raise channel.broken(f"it took in nothing more for {seconds:.0f} s") from None
+        raise
+    finally:
+        timer.cancel()
 
 
 def _patience(action: Change) -> float:

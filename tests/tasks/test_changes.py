@@ -511,3 +511,13 @@ def test_a_failure_is_said_in_one_escaped_line(operator: Operator, monkeypatch: 
     action, perform = _changes(operator.infer)[kind]
     with pytest.raises(RequestFailed, match=r"^infer: no \\x1b\[2J\\x0a$"):
         perform(operator.connector, operator.infer, None, action)
+
+
+def test_a_gate_that_takes_in_nothing_is_not_waited_for(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = """print('{"ok": true}'); print('{"ok": true, "ready": true}', flush=True)"""
+    _speak(operator, monkeypatch, f"import time; {answers}; time.sleep(300)")
+    monkeypatch.setattr(changes, "GRACE_SECONDS", 0.0)
+    content = bytes(8 << 20)
+    action = put_of(operator.infer, Path("/x"), content, seconds=1)
+    with pytest.raises(GateError, match="took in nothing more for 1 s"):
+        changes.put(operator.connector, operator.infer, None, action, io.BytesIO(content))

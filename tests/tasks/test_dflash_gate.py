@@ -283,7 +283,19 @@ def test_hashing_much_needs_an_approval_of_its_own(program: Program, tree: Path)
 @pytest.mark.parametrize(
     "content",
     [
-        *("", "{", "[]", '{"sessions": -1}', '{"sessions": "0"}', '{"next": "0"}', '{"more": 1}', '{"files": 1}'),
+        *(
+            "",
+            "{",
+            "[]",
+            "{}",
+            '{"sessions": 0}',
+            '{"next": 0, "files": {}}',
+            '{"sessions": -1}',
+            '{"sessions": "0"}',
+            '{"next": "0"}',
+            '{"more": 1}',
+            '{"files": 1}',
+        ),
         *('{"next": NaN}', '{"next": -1.0}', "[" * 50_000),
     ],
 )

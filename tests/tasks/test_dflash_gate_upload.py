@@ -161,3 +161,21 @@ def test_another_file_than_the_approved_one_is_not_sent(program: Program, store:
     file.symlink_to(other)
     assert _asked(program, action, _urls(action))[0] == 1
     assert store.requests == []
+
+
+@pytest.mark.parametrize("answer", ["GARBAGE {}", "HTTP/9.9{} 200 OK", "HTTP/1.1 abc{}"])
+def test_a_store_that_repeats_the_url_gets_it_into_no_message(
+    program: Program, store: Any, tmp_path: Path, answer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def repeat(handler: Any) -> None:
+        handler.rfile.read(int(handler.headers["Content-Length"]))
+        handler.wfile.write(answer.format(handler.path).encode() + b"\r\n\r\n")
+        handler.close_connection = True
+
+    monkeypatch.setattr(_Store, "do_PUT", repeat)
+    (tmp_path / "file").write_bytes(b"content")
+    action = _upload(program, store, tmp_path / "file", (0, 7))
+    status, replies = _asked(program, action, _urls(action))
+    assert status == 1
+    assert "no HTTP answer" in replies[-1]["message"]
+    assert "secret" not in json.dumps(replies) + (program.state / "gate.log").read_text()
