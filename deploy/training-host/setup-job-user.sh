@@ -1,5 +1,5 @@
 
-# 6. Commands, jobs and uploads run as $job_user, who can reach neither budgets nor spent serials of $user
+# 6. Commands and jobs run as $job_user, who can reach neither budgets nor spent serials of $user
 id -u $job_user > /dev/null
 cat > /etc/sudoers.d/dflash-gate.new <<'END'
 $sudoers
