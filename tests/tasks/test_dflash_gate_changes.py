@@ -427,6 +427,33 @@ def test_a_put_takes_no_other_files_place_on_a_device_or_socket(changes: Changes
     assert (tmp_path / "fifo").is_fifo()
 
 
+def test_what_is_no_file_has_no_sha256(changes: Changes, tmp_path: Path) -> None:
+    """Its size is 0, and nothing has a sha256 too: that of an empty file."""
+    os.mkfifo(tmp_path / "fifo")
+    nothing = hashlib.sha256(b"").hexdigest()
+    assert "not a regular file" in _put(changes, tmp_path / "fifo", b"new", replaces=nothing)[1][-1]["message"]
+    assert (tmp_path / "fifo").is_fifo()
+    for path in (str(tmp_path / "fifo"), "/dev/null"):
+        requires = (FileDigest(path=path, sha256=nothing),)
+        action = leave_mark(changes.host, tmp_path / "mark").model_copy(update={"requires": requires})
+        assert "not a regular file" in changes.failure(action)
+
+
+def test_what_takes_the_place_of_a_file_that_is_written_is_not_put(changes: Changes, tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    talk = changes.program.talk(approve_change(changes.program.operator, put_of(changes.host, folder / "file", b"new")))
+    assert talk.reply()["ready"]
+    (temporary,) = folder.iterdir()
+    temporary.unlink()
+    temporary.write_bytes(b"somebody's")
+    talk.stdin.write(b"new")
+    talk.stdin.flush()
+    assert "something else took the place" in talk.reply()["message"]
+    talk.running.communicate()
+    assert not (folder / "file").exists()
+
+
 def test_actions_of_other_forms_are_refused(changes: Changes) -> None:
     """The operator's program makes none of these; a gate that takes them would do less than was approved."""
     good = json.loads(changes.named(Put, path="/tmp/x", size=1, sha256="0" * 64).canonical())
