@@ -4,6 +4,7 @@ import hashlib
 import json
 import os
 import resource
+import signal
 import socket
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -99,6 +100,17 @@ def test_what_leaves_the_group_of_a_command_ends_with_it_too(
     status, _ = changes.of(shell(changes.host, leave + then, str(tmp_path / "pid"), seconds=seconds, env=env))
     assert status == (1 if then else 0)
     assert ended(int((tmp_path / "pid").read_text()))
+
+
+def test_a_command_dies_with_the_process_that_holds_it_to_its_limits(changes: Changes, tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    action = shell(changes.host, 'echo $$ > "$1"; exec sleep 300', str(pid))
+    talk = changes.program.talk(approve_change(changes.program.operator, action))
+    wait_for(lambda: pid.exists() and pid.read_text().endswith("\n"))
+    (performing,) = Path(f"/proc/{talk.running.pid}/task/{talk.running.pid}/children").read_text().split()
+    os.kill(int(performing), signal.SIGKILL)
+    wait_for(lambda: ended(int(pid.read_text())))
+    assert talk.running.wait(60) == 1
 
 
 def test_a_client_that_does_not_read_is_not_waited_for(changes: Changes, tmp_path: Path) -> None:
