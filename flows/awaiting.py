@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dflash.errors import DFlashError
 from flows.prefect_home import configure_prefect
+from tasks import countersigning
 from tasks.approvals import ApprovalStore, Approved
 from tasks.errors import Refused
 from tasks.plans import Plan
@@ -46,7 +47,8 @@ def awaiting_approval(store: ApprovalStore, plan: Plan | None, refusal: Refused)
     if plan is None:
         raise refusal
     request = _waiting(store, plan, refusal)
-    command = f"dflash-ops guard {'approve' if request.status == 'pending' else 'countersign'} {request.id}"
+    pending = request.status == "pending"
+    command = f"dflash-ops guard approve {request.id}" if pending else countersigning.command(request.id)
     _leave_artifact(request, command)
     # failed, not completed: whatever waits for this run must not take it for done
     return _failed(refusal, f"request {request.id} waits: {command}")

@@ -11,6 +11,7 @@ import typer
 
 from flows.awaiting import start_deployment
 from flows.terminal import console
+from tasks import countersigning
 from tasks.actions import escape
 from tasks.approvals import ApprovalStore, Approved, default_seconds
 from tasks.audit import show_time
@@ -73,7 +74,7 @@ def go_on(store: ApprovalStore, request_id: str) -> None:
         typer.echo(f"the operator approves it now: dflash-ops guard approve {request.id}")
         return
     if store.find(request.plan) is None:
-        typer.echo(f"a second person signs it now: dflash-ops guard countersign {request.id}")
+        typer.echo(f"a second person signs it now:\n{countersigning.command(request.id)}")
         return
     started = start_deployment(request)
     if started is not None:

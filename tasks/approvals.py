@@ -54,7 +54,7 @@ class ApprovalStore:
             names = " or ".join(self._inventory.guard.second_persons)
             raise Refused(
                 f"{plan.host} is protected and only one person approved this: {escape(plan.effect)}; nothing was done "
-                f"there. {names} may sign request {request.id}: dflash-ops guard countersign {request.id}",
+                f"there. {names} may sign request {request.id}: {countersigning.command(request.id)}",
                 request_id=request.id,
             )
         raise Refused(

@@ -50,7 +50,7 @@ def check_certificate(inventory: Inventory, approval: Approval, host: Host) -> C
     if countersigning.is_exempt(approval.action) and terms.not_after - terms.not_before > EMERGENCY_SECONDS:
         raise Refused(f"break-glass is for a certificate of minutes, and that of approval {approval.id} is for longer")
     if inventory.guard.two_person and not _has_second(inventory, approval):
-        raise Refused(f"no second person signed approval {approval.id}: dflash-ops guard countersign {approval.id}")
+        raise Refused(f"no second person signed approval {approval.id}: {countersigning.command(approval.id)}")
     return certificate
 
 

@@ -21,6 +21,11 @@ def message(action: Action, request_id: str) -> str:
     return f"{action.digest()} {request_id}"
 
 
+def command(request_id: str) -> str:
+    """What the second person types."""
+    return f"dflash-ops guard countersign {request_id} --name NAME --key KEY"
+
+
 def is_exempt(action: Action) -> bool:
     """Whether one person is enough: in an emergency there may be no second."""
     return isinstance(action, Run) and action.break_glass

@@ -87,7 +87,8 @@ def test_the_outcome_of_what_was_used_is_listed(guard: GuardState) -> None:
 def test_where_two_persons_are_needed_the_first_one_is_told_who_is_missing(two_persons: GuardState) -> None:
     plan = two_persons.changing(two_persons.launch())
     request = two_persons.store.request(plan)
-    assert f"guard countersign {request.id}" in done("guard", "approve", request.id, "--reason", "a test")
+    told = done("guard", "approve", request.id, "--reason", "a test")
+    assert f"guard countersign {request.id} --name NAME --key KEY" in told
     assert two_persons.store.find(plan) is None
     key = str(two_persons.folder / "ada")
     signed = done("guard", "countersign", request.id, "--name", "ada", "--key", key)
