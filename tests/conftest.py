@@ -14,7 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_stores"]
 
-ON_HOSTS = ("tests/flows/", "tests/lab/", "tests/tasks/")
+ON_HOSTS = ("tests/flows/", "tests/lab/")
 
 
 @pytest.hookimpl(optionalhook=True)

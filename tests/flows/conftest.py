@@ -65,7 +65,8 @@ def own_site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
 
 @pytest.fixture
 def operator(own_site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Operator:
-    """An operator without any approval yet, with a checkpoint on the protected host."""
+    """An operator without any approval yet, with a checkpoint on the protected host, whose log knows nobody else."""
+    (own_site.gate_state / "gate.log").unlink(missing_ok=True)
     remote = tmp_path / "remote"
     evaluator = remote / "environments" / "current" / "bin" / "dflash"
     evaluator.parent.mkdir(parents=True)
