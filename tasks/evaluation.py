@@ -156,7 +156,9 @@ def fetch_report(
                     raise EvaluationError(
                         f"{host.name}:{workspace.output / name} could not be read: {error}"
                     ) from error
-        way = RelayInfo(source=str(relayed.source), sha256=relayed.sha256, selected=relayed.what, bytes=relayed.bytes)
+        weights = [file.sha256 for file in relayed.files if file.path.endswith((".safetensors", ".pt"))]
+        digest = weights[0] if len(weights) == 1 else relayed.sha256
+        way = RelayInfo(source=str(relayed.source), sha256=digest, selected=relayed.what, bytes=relayed.bytes)
         report = read_report(partial / "report.json").model_copy(update={"relay": way})
         (partial / "report.json").write_text(report.to_json(), encoding="utf-8")
         (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")

@@ -127,16 +127,27 @@ def _report(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture
+def prefect_api(prefect_server: str) -> Iterator[str]:
+    """The address of a real Prefect server's API, to which this process is set for the test."""
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    with temporary_settings({PREFECT_API_URL: prefect_server}):
+        try:
+            yield prefect_server
+        finally:
+            _send_what_waits()
+
+
 @pytest.fixture(scope="session")
-def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of a real Prefect server's API, to which this process is set too."""
+def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of the API of a Prefect server, one for the run."""
     home = tmp_path_factory.mktemp("prefect")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PREFECT_HOME", str(home))
         patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
         patch.setenv("DO_NOT_TRACK", "1")
         patch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-        from prefect.settings import PREFECT_API_URL, temporary_settings
         from prefect.testing.utilities import _find_available_port
 
         port = _find_available_port()
@@ -155,10 +166,8 @@ def prefect_api(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
                 assert running.poll() is None, (home / "server.log").read_text()
                 assert time.monotonic() < deadline, "the Prefect server did not come up"
                 time.sleep(0.2)
-            with temporary_settings({PREFECT_API_URL: api}):
-                yield api
+            yield api
         finally:
-            _send_what_waits()
             running.terminate()
             running.wait(30)
 

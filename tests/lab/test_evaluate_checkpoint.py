@@ -105,6 +105,7 @@ def test_a_checkpoint_gets_its_number_though_its_source_is_gone(
     assert report.relay is not None
     assert report.relay.source == source
     assert report.relay.sha256 == report.checkpoint.sha256
+    assert report.relay.selected == "drafter"
     assert (done.folder / "report.md").read_text().startswith(f"# {report.headline()}")
     assert sum(1 for _ in (done.folder / "rounds.jsonl").open()) == report.metrics.rounds
     assert_published(server, report, source)
@@ -159,7 +160,11 @@ def test_a_number_that_must_not_be_believed_ends_with_exit_code_3(
 
 
 def test_a_failed_evaluation_says_what_the_host_said(furnished: Lab, tiny_hybrid: Pair, checkpoint: Path) -> None:
-    checkpoint.write_bytes(b"not a checkpoint at all" * 1000)
+    import torch
+
+    content = torch.load(checkpoint, weights_only=True)
+    content["config"]["num_hidden_layers"] = 99
+    torch.save(content, checkpoint)
     source = approve(furnished, checkpoint)
     done = operate(furnished, "evaluate", source, "--prompts", str(tiny_hybrid.prompts), *SMALL)
     assert done.returncode == 1

@@ -3,10 +3,8 @@
 import hashlib
 import json
 import os
-import re
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -338,30 +336,6 @@ def ssh_children(pid: int, host: str) -> list[int]:
             if words[0].endswith(b"ssh") and host.encode() in words:
                 found.append(child)
     return found
-
-
-@pytest.mark.parametrize("host", ["kpro6", "ct129"])
-def test_killed_ssh_costs_only_what_was_on_its_way(way: Way, host: str) -> None:
-    def kill() -> None:
-        (child,) = ssh_children(os.getpid(), host)
-        os.kill(child, signal.SIGKILL)
-
-    notices: list[str] = []
-    result = way.relay(at_first_bytes(kill), notice=notices.append)
-    assert way.whole()
-    assert result.sha256 == hashlib.sha256(way.source_file.read_bytes()).hexdigest()
-    assert len(notices) == 1
-    assert re.search(rf"{host}.*(signal 9|status -9).*trying again", notices[0])
-
-
-@pytest.mark.parametrize("host", ["kpro6", "ct129"])
-def test_crashed_sshd_that_comes_back_is_waited_for(way: Way, host: str) -> None:
-    def crash() -> None:
-        way.desk.lab.kill_sshd(host)
-        threading.Timer(1.0, way.desk.lab.restart_sshd, [host]).start()
-
-    way.relay(at_first_bytes(crash))
-    assert way.whole()
 
 
 def test_host_that_does_not_come_back_ends_the_relay_and_the_next_one_moves_the_rest(way: Way) -> None:
