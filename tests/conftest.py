@@ -17,6 +17,11 @@ pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_store
 ON_HOSTS = ("tests/flows/", "tests/lab/")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest share, which one process has to do alone, begins first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(ON_HOSTS))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
     """Share the tests out by file over the processes of ``make test``; those with hosts go one after the other.

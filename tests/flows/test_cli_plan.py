@@ -100,7 +100,6 @@ def test_guard_plan_says_which_approval_there_is(guard: GuardState) -> None:
     assert request.digest == planned["digest"]
     assert run("guard", "approve", request.id, "--reason", "test").exit_code == 0
     assert json.loads(run("guard", "plan", "--", *argv).stdout)["approval"] == request.id
-    assert f"approved: {request.id}, until" in run("guard", "plan", "--", *argv[:-1]).stdout
 
 
 def test_guard_plan_fails_as_the_command_does(guard: GuardState) -> None:

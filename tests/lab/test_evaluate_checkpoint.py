@@ -146,6 +146,7 @@ def test_the_command_by_itself_runs_an_embedded_server(
     assert "[5/5] blocks" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_number_that_must_not_be_believed_ends_with_exit_code_3(
     furnished: Lab, tiny_hybrid: Pair, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -159,6 +160,7 @@ def test_a_number_that_must_not_be_believed_ends_with_exit_code_3(
     assert "taps-as-reference" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failed_evaluation_says_what_the_host_said(furnished: Lab, tiny_hybrid: Pair, checkpoint: Path) -> None:
     import torch
 

@@ -445,7 +445,9 @@ def finish(running: process.Popen[bytes]) -> tuple[int, str, str]:
     return running.returncode, printed.decode(), said.decode()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -9, marks=pytest.mark.slow)]
+)
 def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, signum: int, code: int) -> None:
     size = 120_000_000  # more than half a second at the lab's read limit
     os.truncate(way.source_file, size)
