@@ -1,6 +1,6 @@
 """The drafter out of a training checkpoint against ``scp -3`` of the whole file: bytes moved, time to a loadable file.
 
-    python benchmarks/relay_drafter.py [--runs 5] [--size 4.2GB] [--folder /dev/shm]
+    python benchmarks/relay_drafter.py [--runs 5] [--size 4.5GB] [--folder /dev/shm]
 
 The checkpoint is what a trainer saves: the drafter in bfloat16, and of its optimizer a float32 master and two moments
 for every weight, so that 1/7 of the file is the drafter's. Both start from a closed connection and end with a file that
@@ -22,13 +22,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.relay import DESTINATION, SOURCE, Bench
+from benchmarks.relay import SOURCE, Bench
 from dflash.errors import run_cli
 from tasks.inventory import Location
 from tasks.lab import Lab
 from tasks.quantities import show_size, size
 from tasks.relay import RelayResult, Settings, plan_relay, relay
 
+FOLDER = "/root/eval/cache/drafter"
 BYTES_A_WEIGHT = 14
 """Two of the weight, twelve of its optimizer."""
 TENSOR = 16 << 20
@@ -53,7 +54,7 @@ def save_checkpoint(file: Path, count: int) -> dict[str, Tensor]:
 def relay_drafter(bench: Bench) -> RelayResult:
     """Relay the drafter under an approval of its own."""
     source = Location(bench.known.host("kpro6"), bench.lab.seen("kpro6", SOURCE))
-    folder = Location(bench.known.host("ct129"), bench.lab.seen("ct129", DESTINATION) + ".drafter")
+    folder = Location(bench.known.host("ct129"), bench.lab.seen("ct129", FOLDER))
     plan = plan_relay([source], "the benchmark reads the drafter")
     assert plan is not None
     request = bench.store.request(plan)
@@ -64,7 +65,7 @@ def relay_drafter(bench: Bench) -> RelayResult:
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=int, default=5)
-    options.add_argument("--size", type=size, default=size("4.2GB"))
+    options.add_argument("--size", type=size, default=size("4.5GB"))
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     asked = options.parse_args()
     with ExitStack() as stack:
@@ -81,7 +82,7 @@ def main() -> None:
         whole, wanted = bench.source.stat().st_size, sum(tensor.nbytes for tensor in drafter.values())
         times: dict[str, list[float]] = {"relay": [], "scp -3": []}
         for number in range(asked.runs):
-            folder = bench.destination.with_name(f"{bench.destination.name}.drafter")
+            folder = lab.host_path("ct129", FOLDER)
             for left in folder.glob("*"):
                 left.unlink()
             begun = time.monotonic()

@@ -74,7 +74,8 @@ def evaluate_step(connector: Connector, host: Host, relayed: RelayResult, suite:
         log.info(line)
         print(f"  {host.name} │ {line}", file=sys.stderr, flush=True)
 
-    return evaluation.run_evaluation(connector, host, PurePosixPath(relayed.destination.path), suite, on_line=show)
+    checkpoint, name = PurePosixPath(relayed.destination.path), PurePosixPath(relayed.source.path).stem
+    return evaluation.run_evaluation(connector, host, checkpoint, suite, name=name, on_line=show)
 
 
 @task(name="fetch report", cache_policy=NO_CACHE)

@@ -86,10 +86,10 @@ def checkpoint_place(host: Host, source: Location) -> Location:
     return Location(host, str(folder / PurePosixPath(source.path).relative_to("/")))
 
 
-def new_workspace(host: Host, checkpoint: PurePosixPath) -> Workspace:
-    """Return a fresh folder under the host's jobs, named after the checkpoint and the time."""
+def new_workspace(host: Host, name: str) -> Workspace:
+    """Return a fresh folder under the host's jobs, named after the checkpoint's ``name`` and the time."""
     stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    return Workspace(_folder(host, "jobs") / f"evaluate-{checkpoint.stem}-{stamp}-{secrets.token_hex(3)}")
+    return Workspace(_folder(host, "jobs") / f"evaluate-{name}-{stamp}-{secrets.token_hex(3)}")
 
 
 def evaluation_argv(host: Host, checkpoint: PurePosixPath, workspace: Workspace, suite: Suite) -> list[str]:
@@ -115,14 +115,22 @@ def evaluation_argv(host: Host, checkpoint: PurePosixPath, workspace: Workspace,
 
 
 def run_evaluation(
-    connector: Connector, host: Host, checkpoint: PurePosixPath, suite: Suite, *, on_line: Callable[[str], None]
+    connector: Connector,
+    host: Host,
+    checkpoint: PurePosixPath,
+    suite: Suite,
+    *,
+    name: str,
+    on_line: Callable[[str], None],
 ) -> Workspace:
     """Evaluate ``checkpoint`` on ``host`` and return the folder with the report; ``on_line`` gets its progress.
+
+    ``name`` is the checkpoint's at its source; ``checkpoint`` may lie in a folder that is named after its content.
 
     A report that is not valid is still a report: exit code 3 of the command raises nothing here. Any other failure
     raises :class:`EvaluationError` with the last line the host printed.
     """
-    workspace = new_workspace(host, checkpoint)
+    workspace = new_workspace(host, name)
     argv = evaluation_argv(host, checkpoint, workspace, suite)
     lines = LineSplitter(on_line)
     with connector.connect(host) as connection:
