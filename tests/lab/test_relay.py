@@ -24,6 +24,7 @@ from tasks.lab import Lab
 from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay
 from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
+from tests.relaying import ssh_children
 
 pytestmark = pytest.mark.lab
 
@@ -327,17 +328,6 @@ def test_full_destination_is_found_before_the_first_byte(way: Way) -> None:
         way.desk.lab.exec("ct129", ["umount", "/mnt"])
 
 
-def ssh_children(pid: int, host: str) -> list[int]:
-    """The ssh processes of ``pid`` that lead to ``host``."""
-    found = []
-    for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, children.read_text().split()):
-            words = Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")
-            if words[0].endswith(b"ssh") and host.encode() in words:
-                found.append(child)
-    return found
-
-
 def test_host_that_does_not_come_back_ends_the_relay_and_the_next_one_moves_the_rest(way: Way) -> None:
     """Ranges that were confirmed before the crash do not move again."""
     parts = Settings(range_bytes=IN_FLIGHT // 12, patience=0.5)
@@ -454,8 +444,13 @@ def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, sig
     running = command(way)
     folder = way.destination_file.parent
     wait_until(lambda: folder.exists() and any(".part-" in name for name in os.listdir(folder)))
-    wait_until(lambda: len(ssh_children(running.pid, "kpro6") + ssh_children(running.pid, "ct129")) == 2)
-    children = ssh_children(running.pid, "kpro6") + ssh_children(running.pid, "ct129")
+    ends = [way.desk.known.host(name) for name in ("kpro6", "ct129")]
+
+    def connections() -> list[int]:
+        return [child for end in ends for child in ssh_children(running.pid, end)]
+
+    wait_until(lambda: len(connections()) == 2)
+    children = connections()
     assert len(children) == 2
     running.send_signal(signum)
     ended, _, said = finish(running)
