@@ -24,8 +24,8 @@ import subprocess  # noqa: TID251 - the peer is scp, which the project itself ne
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,22 +159,29 @@ class Bench:
         return Run(seconds, after - before)
 
 
+@contextmanager
+def on_the_lab(folder: Path, count: int) -> Iterator[Bench]:
+    """A lab in ``folder`` with ``count`` random bytes on kpro6, entered on the operator's side."""
+    with ExitStack() as stack:
+        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-benchmark-", dir=folder)))
+        lab = Lab.up(state, outlive=False)
+        stack.callback(lab.down)
+        os.environ.update(lab.environment)
+        stack.enter_context(lab.entered())
+        bench = Bench(lab, state)
+        bench.prepare(count)
+        stack.callback(bench.end_others)
+        yield bench
+
+
 def main() -> None:
     options = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--runs", type=int, default=5)
     options.add_argument("--size", type=size, default=size("2GB"))
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     asked = options.parse_args()
-    with ExitStack() as stack:
-        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-benchmark-", dir=asked.folder)))
-        lab = Lab.up(state, outlive=False)
-        stack.callback(lab.down)
-        os.environ.update(lab.environment)
-        stack.enter_context(lab.entered())
-        bench = Bench(lab, state)
-        print(f"writing {show_size(asked.size)} of random bytes", file=sys.stderr)
-        bench.prepare(asked.size)
-        stack.callback(bench.end_others)
+    print(f"writing {show_size(asked.size)} of random bytes", file=sys.stderr)
+    with on_the_lab(asked.folder, asked.size) as bench:
         ways = {RELAY: bench.relay, SCP: bench.scp, SCP_GCM: lambda: bench.scp("-c", GCM), RCLONE: bench.rclone}
         runs: dict[str, list[Run]] = {way: [] for way in ways}
         for number in range(asked.runs):

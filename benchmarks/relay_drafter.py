@@ -10,22 +10,18 @@ The lab lives in ``--folder``, as in ``relay.py``, whose ``scp -3`` and limits t
 """
 
 import argparse
-import os
 import statistics
 import sys
-import tempfile
 import time
-from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from benchmarks.relay import SOURCE, Bench
+from benchmarks.relay import SOURCE, Bench, on_the_lab
 from dflash.errors import run_cli
 from tasks.inventory import Location
-from tasks.lab import Lab
 from tasks.quantities import show_size, size
 from tasks.relay import RelayResult, Settings, plan_relay, relay
 
@@ -68,21 +64,13 @@ def main() -> None:
     options.add_argument("--size", type=size, default=size("4.5GB"))
     options.add_argument("--folder", type=Path, default=Path("/dev/shm"))
     asked = options.parse_args()
-    with ExitStack() as stack:
-        state = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-benchmark-", dir=asked.folder)))
-        lab = Lab.up(state, outlive=False)
-        stack.callback(lab.down)
-        os.environ.update(lab.environment)
-        stack.enter_context(lab.entered())
-        bench = Bench(lab, state)
-        bench.prepare(1)
-        stack.callback(bench.end_others)
+    with on_the_lab(asked.folder, 1) as bench:
         print(f"writing a checkpoint of {show_size(asked.size)}", file=sys.stderr)
         drafter = save_checkpoint(bench.source, asked.size)
         whole, wanted = bench.source.stat().st_size, sum(tensor.nbytes for tensor in drafter.values())
         times: dict[str, list[float]] = {"relay": [], "scp -3": []}
         for number in range(asked.runs):
-            folder = lab.host_path("ct129", FOLDER)
+            folder = bench.lab.host_path("ct129", FOLDER)
             for left in folder.glob("*"):
                 left.unlink()
             begun = time.monotonic()

@@ -38,7 +38,7 @@ def with_second_person(operator: Operator, key: Path) -> Operator:
 def shell(host: Host, script: str, *arguments: str, **changes: Any) -> Run:
     """Run ``script``; its ``arguments`` are $1 and so on."""
     argv = ("/bin/sh", "-c", script, "sh", *arguments)
-    return Run(**_of(host), **({"argv": argv, "seconds": 30} | changes))
+    return Run(**on(host), **({"argv": argv, "seconds": 30} | changes))
 
 
 def leave_mark(host: Host, file: Path, mark: str = "ran") -> Run:
@@ -48,13 +48,14 @@ def leave_mark(host: Host, file: Path, mark: str = "ran") -> Run:
 
 def put_of(host: Host, path: Path, content: bytes, **changes: Any) -> Put:
     sha256 = hashlib.sha256(content).hexdigest()
-    return Put(**_of(host), **({"path": str(path), "size": len(content), "sha256": sha256, "seconds": 30} | changes))
+    return Put(**on(host), **({"path": str(path), "size": len(content), "sha256": sha256, "seconds": 30} | changes))
 
 
 def launch_of(host: Host, jobs: Path, script: str, *arguments: str, **changes: Any) -> Launch:
     argv = ("/bin/sh", "-c", script, "sh", *arguments)
-    return Launch(**_of(host), **({"argv": argv, "jobs": str(jobs), "job": "train-1"} | changes))
+    return Launch(**on(host), **({"argv": argv, "jobs": str(jobs), "job": "train-1"} | changes))
 
 
-def _of(host: Host) -> dict[str, Any]:
+def on(host: Host) -> dict[str, Any]:
+    """The fields of an action that say where it is done."""
     return {"host": host.name, "host_keys": host.fingerprints}

@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -24,6 +23,7 @@ from dflash.metrics import judge, summarize
 from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
 from tasks import process, public_keys
 from tasks.ssh import Connector
+from tests.prefect_api import healthy
 from tests.sshds import Site, both_sshds
 
 EVALUATOR = """#!/bin/sh
@@ -162,7 +162,7 @@ def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         api = f"http://127.0.0.1:{port}/api"
         try:
             deadline = time.monotonic() + 400
-            while not _healthy(api):
+            while not healthy(api):
                 assert running.poll() is None, (home / "server.log").read_text()
                 assert time.monotonic() < deadline, "the Prefect server did not come up"
                 time.sleep(0.2)
@@ -184,20 +184,3 @@ def _send_what_waits() -> None:
                 await waiting
 
     run_coro_as_sync(drain())
-
-
-def ask(api: str, what: str, question: dict[str, Any]) -> Any:
-    """POST ``question`` to the API, as anybody who reaches it can."""
-    request = urllib.request.Request(
-        f"{api}/{what}", json.dumps(question).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
-
-
-def _healthy(api: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

@@ -14,7 +14,8 @@ from dflash.prompts import default_prompts
 from flows.cli import app
 from tasks import process
 from tasks.errors import Refused
-from tests.flows.conftest import Operator, ask
+from tests.flows.conftest import Operator
+from tests.prefect_api import ask
 
 pytestmark = pytest.mark.timeout(600)  # a Prefect server takes minutes to start on a machine that has much to do
 REPOSITORY = Path(__file__).parents[2]

@@ -13,8 +13,9 @@ import pytest
 
 import flows
 from tasks import process
-from tests.flows.conftest import Operator, ask
+from tests.flows.conftest import Operator
 from tests.flows.test_cli_plan import commands
+from tests.prefect_api import ask
 
 pytestmark = pytest.mark.timeout(600)  # a Prefect server takes minutes to start on a machine that has much to do
 REPOSITORY = Path(__file__).parents[2]

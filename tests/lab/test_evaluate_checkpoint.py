@@ -6,7 +6,6 @@ import shutil
 import socket
 import sys
 import time
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from tasks import process
 from tasks.evaluation import Suite, plan_evaluation
 from tasks.lab import CHECKPOINTS, MODELS, Lab
 from tasks.ssh import Connector
+from tests.prefect_api import ask, healthy
 from tests.tiny import Pair
 
 pytestmark = pytest.mark.lab
@@ -59,7 +59,7 @@ def server(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     api = f"http://127.0.0.1:{port}/api"
     try:
         deadline = time.monotonic() + 120
-        while not _healthy(api):
+        while not healthy(api):
             assert running.poll() is None, (home / "server.log").read_text()
             assert time.monotonic() < deadline, "the Prefect server did not come up"
             time.sleep(0.5)
@@ -133,6 +133,7 @@ def test_what_the_suite_lacks_is_said_before_an_approval_is_asked_for(furnished:
     assert "guard approve" not in asked.stderr
 
 
+@pytest.mark.slow
 def test_the_command_by_itself_runs_an_embedded_server(
     furnished: Lab, tiny_hybrid: Pair, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -222,19 +223,3 @@ def assert_published(server: str, report: Report, source: str) -> None:
     assert [row["drafter"] for row in rows] == ["checkpoint", "reference"]
     assert rows[0]["τ"] == f"{report.metrics.tau.pooled:.3f}"
     assert artifacts["markdown"]["data"].startswith(f"# {report.headline()}")
-
-
-def ask(server: str, what: str, question: dict[str, Any]) -> Any:
-    request = urllib.request.Request(
-        f"{server}/{what}", json.dumps(question).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
-
-
-def _healthy(api: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{api}/health", timeout=2) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False

@@ -4,7 +4,6 @@ import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -24,7 +23,7 @@ from tasks.lab import Lab
 from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay
 from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
-from tests.relaying import ssh_children
+from tests.relaying import command, ssh_children
 
 pytestmark = pytest.mark.lab
 
@@ -409,24 +408,8 @@ def test_wrong_host_key_stops_before_authentication(lab: Lab, tmp_path: Path, ho
     assert way.arrived() == []
 
 
-SCRIPT = """
-import sys, typer
-from pathlib import Path
-from dflash.errors import run_cli
-from flows.cli_relay import relay
-app = typer.Typer()
-app.command()(relay)
-try:
-    run_cli(app)
-finally:
-    peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:"))
-    print(peak.split()[1], file=sys.stderr)
-"""
-
-
-def command(way: Way, *options: str) -> process.Popen[bytes]:
-    ends = [f"kpro6:{way.source.path}", f"ct129:{way.destination.path}"]
-    return process.start([sys.executable, "-c", SCRIPT, *ends, *options], stdout=process.PIPE, stderr=process.PIPE)
+def start(way: Way, *options: str) -> process.Popen[bytes]:
+    return command(f"kpro6:{way.source.path}", f"ct129:{way.destination.path}", *options)
 
 
 def finish(running: process.Popen[bytes]) -> tuple[int, str, str]:
@@ -441,7 +424,7 @@ def finish(running: process.Popen[bytes]) -> tuple[int, str, str]:
 def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, signum: int, code: int) -> None:
     size = 120_000_000  # more than half a second at the lab's read limit
     os.truncate(way.source_file, size)
-    running = command(way)
+    running = start(way)
     folder = way.destination_file.parent
     wait_until(lambda: folder.exists() and any(".part-" in name for name in os.listdir(folder)))
     ends = [way.desk.known.host(name) for name in ("kpro6", "ct129")]
@@ -459,7 +442,7 @@ def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, sig
     wait_until(lambda: not any(Path(f"/proc/{child}").exists() for child in children))
     assert way.arrived() == []
 
-    ended, printed, said = finish(command(way, "--json"))
+    ended, printed, said = finish(start(way, "--json"))
     assert ended == 0, said
     result = json.loads(printed)
     assert (result["bytes"], way.destination_file.stat().st_size) == (size, size)
@@ -471,10 +454,10 @@ def test_interrupted_command_leaves_nothing_and_a_second_one_works(way: Way, sig
 def test_plan_shows_what_is_asked_and_touches_nothing(desk: Desk) -> None:
     way = make_way(desk, "planned/file")
     requests = len(desk.store.requests())
-    ended, printed, said = finish(command(way, "--plan"))
+    ended, printed, said = finish(start(way, "--plan"))
     assert ended == 0, said
     assert str(FILE_BYTES) in printed
     assert "not approved" in printed
     assert len(desk.store.requests()) == requests
     desk.approve(way.source)
-    assert "approved: " in finish(command(way, "--plan"))[1]
+    assert "approved: " in finish(start(way, "--plan"))[1]

@@ -5,11 +5,10 @@ import http.server
 import io
 import json
 import os
-import sys
 import threading
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,17 +16,17 @@ from typing import Any, BinaryIO
 import pytest
 
 from dflash.errors import UsageError
-from tasks import changes, process, public_keys, ssh
+from tasks import changes, public_keys, ssh
 from tasks.actions import AnyChange, Part, Revoke, Run, Signal, Upload
 from tasks.approvals import Approval
 from tasks.changes import ContentError, NothingToRevokeError
-from tasks.channel import GateError, RequestFailed
+from tasks.channel import RequestFailed
 from tasks.errors import Refused
 from tasks.gate import open_session
 from tasks.inventory import Host
 from tasks.plans import Plan
 from tasks.routes import RouteError, Settings
-from tests.changing import approve_change, approve_changes, launch_of, leave_mark, put_of, shell, with_second_person
+from tests.changing import approve_change, approve_changes, launch_of, leave_mark, on, put_of, shell, with_second_person
 from tests.sshds import Operator, Site, write_gate_configuration
 from tests.tasks.test_client_enforcement import client_operator
 
@@ -56,7 +55,7 @@ class Place:
         return changes.launch(self.operator.connector, self.host, self.approval(action), action)
 
     def signal(self, jobs: Path, name: str) -> int:
-        common = {"host": self.host.name, "host_keys": self.host.fingerprints}
+        common = on(self.host)
         action = Signal(**common, jobs=str(jobs), job="train-1", signal=name)  # type: ignore[arg-type]
         return changes.signal(self.operator.connector, self.host, self.approval(action), action)
 
@@ -145,7 +144,7 @@ def _wait_until_gone(pid: int) -> None:
 
 
 def test_a_program_that_is_not_there_is_a_failure(protected: Place) -> None:
-    action = Run(**_named(protected.host), argv=("/no/such/program",), seconds=10)
+    action = Run(**on(protected.host), argv=("/no/such/program",), seconds=10)
     with pytest.raises(RequestFailed, match="No such file"):
         protected.run(action)
 
@@ -230,10 +229,6 @@ def test_a_way_that_cannot_be_followed_spends_nothing(
             protected.run(action, approval)
     assert protected.operator.events("consumption") == []
     assert protected.run(action, approval) == 0
-
-
-def _named(host: Host) -> dict[str, Any]:
-    return {"host": host.name, "host_keys": host.fingerprints}
 
 
 @WITH_AND_WITHOUT_A_GATE
@@ -359,7 +354,7 @@ def _upload_of(host: Host, store: Store, file: Path, *spans: tuple[int, int]) ->
     )
     identity = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns)
     return Upload(
-        **_named(host), path=str(file), identity=identity, endpoint=store.endpoint, bucket="b", parts=parts, seconds=30
+        **on(host), path=str(file), identity=identity, endpoint=store.endpoint, bucket="b", parts=parts, seconds=30
     )
 
 
@@ -421,7 +416,7 @@ def test_a_revoked_certificate_is_refused_by_the_host_also_in_an_open_session(pr
     operator = protected.operator
     (tmp_path / "file").write_text("content")
     grant = operator.approve(path=str(tmp_path / "file"))
-    action = Revoke(**_named(protected.host), serial=grant.serial)
+    action = Revoke(**on(protected.host), serial=grant.serial)
     approval = approve_change(operator, action)
     with open_session(operator.connector, protected.host, grant) as session:
         session.hash(str(tmp_path / "file"))
@@ -432,92 +427,8 @@ def test_a_revoked_certificate_is_refused_by_the_host_also_in_an_open_session(pr
 
 def test_where_nothing_looks_at_certificates_revoking_spends_nothing(site: Site, tmp_path: Path) -> None:
     operator = client_operator(site, tmp_path / "operator")
-    action = Revoke(**_named(operator.train), serial=7)
+    action = Revoke(**on(operator.train), serial=7)
     approval = approve_change(operator, action)
     with pytest.raises(NothingToRevokeError, match="the key is deleted"):
         changes.revoke(operator.connector, operator.train, approval, action)
     assert operator.events("consumption") == []
-
-
-def _changes(host: Host) -> dict[str, tuple[AnyChange, Callable[..., object]]]:
-    """Each change, with the call that makes it on an ordinary host."""
-    signal = Signal(**_named(host), jobs="/jobs", job="train-1", signal="TERM")
-    part = Part(offset=0, length=1, key="k")
-    identity = (1, 1, 1, 1)
-    upload = Upload(
-        **_named(host), path="/x", identity=identity, endpoint="http://h", bucket="b", parts=(part,), seconds=9
-    )
-    return {
-        "run": (shell(host, "true"), lambda *given: changes.run(*given, lambda *_: None)),
-        "put": (put_of(host, Path("/x"), b"x"), lambda *given: changes.put(*given, io.BytesIO(b"x"))),
-        "launch": (launch_of(host, Path("/jobs"), "true"), changes.launch),
-        "signal": (signal, changes.signal),
-        "upload": (upload, lambda *given: changes.upload(*given, ["http://h/b/k"])),
-    }
-
-
-def _speak(operator: Operator, monkeypatch: pytest.MonkeyPatch, program: str) -> None:
-    """Have ``program`` of this machine speak in place of the one that is sent over ssh."""
-
-    def start(_: Host, __: Sequence[str], **streams: Any) -> process.Popen[bytes]:
-        return process.start([sys.executable, "-I", "-c", program], start_new_session=True, **streams)
-
-    monkeypatch.setattr(operator.connector, "start", start)
-
-
-@pytest.mark.parametrize(
-    ("kind", "answers"),
-    [
-        ("run", ['"exit": "3"']),
-        ("run", ['"exit": true']),
-        ("run", ['"stream": "stdlog", "data": ""']),
-        ("run", ['"stream": "stdout", "data": "%%%"']),
-        ("run", ['"stream": "stdout", "data": 7']),
-        ("run", ['"stream": "stdout", "data": "YQ=="']),
-        ("run", ['"x": 1']),
-        ("run", ['"stream": "stdout", "data": "", "exit": 0']),
-        ("put", ['"ready": false']),
-        ("put", ['"ready": true', f'"sha256": "{"0" * 64}"']),
-        ("put", ['"ready": true', '"sha256": 7']),
-        ("launch", ['"job": "other", "pid": 7']),
-        ("launch", ['"job": "train-1", "pid": 0']),
-        ("launch", ['"job": "train-1"']),
-        ("signal", ['"signalled": -1']),
-        ("upload", ['"x": 1']),
-        ("upload", ['"part": 0']),
-        ("upload", [f'"part": 1, "sha256": "{"0" * 64}", "crc32": 1, "etag": ""']),
-        ("upload", [f'"part": 0, "sha256": "{"0" * 64}", "crc32": -1, "etag": ""']),
-        ("upload", ['"part": 0, "sha256": "0", "crc32": 1, "etag": ""']),
-    ],
-)
-def test_an_answer_that_cannot_be_is_not_believed(
-    operator: Operator, monkeypatch: pytest.MonkeyPatch, kind: str, answers: list[str]
-) -> None:
-    lines = ['{"ok": true}', *(f'{{"ok": true, {answer}}}' for answer in answers)]
-    program = f"import sys\nfor line in {lines!r}: print(line, flush=True)\nsys.stdin.read()"
-    if answers == ['"stream": "stdout", "data": "YQ=="']:
-        program = program.replace("sys.stdin.read()", "")  # the output ends without an exit status
-    _speak(operator, monkeypatch, program)
-    action, perform = _changes(operator.infer)[kind]
-    with pytest.raises(GateError, match="the session with infer broke") as error:
-        perform(operator.connector, operator.infer, None, action)
-    assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("kind", ["run", "put", "launch", "signal", "upload"])
-def test_a_failure_is_said_in_one_escaped_line(operator: Operator, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
-    program = """print('{"ok": true}'); print('{"ok": false, "message": "no \\\\u001b[2J\\\\n"}', flush=True)"""
-    _speak(operator, monkeypatch, program)
-    action, perform = _changes(operator.infer)[kind]
-    with pytest.raises(RequestFailed, match=r"^infer: no \\x1b\[2J\\x0a$"):
-        perform(operator.connector, operator.infer, None, action)
-
-
-def test_a_gate_that_takes_in_nothing_is_not_waited_for(operator: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = """print('{"ok": true}'); print('{"ok": true, "ready": true}', flush=True)"""
-    _speak(operator, monkeypatch, f"import time; {answers}; time.sleep(300)")
-    monkeypatch.setattr(changes, "GRACE_SECONDS", 0.0)
-    content = bytes(8 << 20)
-    action = put_of(operator.infer, Path("/x"), content, seconds=1)
-    with pytest.raises(GateError, match="took in nothing more for 1 s"):
-        changes.put(operator.connector, operator.infer, None, action, io.BytesIO(content))

@@ -170,6 +170,7 @@ def test_few_chunks_are_in_the_store_at_once(way: Way, monkeypatch: pytest.Monke
     assert 2 <= max(most) <= staging.MOST_WAITING + 2
 
 
+@pytest.mark.slow
 class TestFaults:
     def test_lost_chunk_is_sent_again(self, way: Way, monkeypatch: pytest.MonkeyPatch) -> None:
         self._before_first_fetch(

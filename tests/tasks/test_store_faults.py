@@ -63,7 +63,10 @@ def sign_again(guard: GuardState, approval: Approval, changes: dict[str, str], c
 
 def test_a_certificate_that_says_the_same_counts(guard: GuardState, store: ApprovalStore, put: Approval) -> None:
     sign_again(guard, put, {})
-    store.consume(store.require(guard.changing(guard.put())).of(guard.put()))
+    found = store.require(guard.changing(guard.put())).of(guard.put())
+    assert (found.id, found.serial, found.digest) == (put.id, put.serial, put.digest)
+    store.consume(found)
+    assert store.get(put.id).status == "spent"
 
 
 @pytest.mark.parametrize(

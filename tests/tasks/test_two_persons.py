@@ -190,7 +190,10 @@ def test_a_request_that_is_decided_while_it_is_signed_gets_no_second_signature(
 def test_an_emergency_needs_one(guard: GuardState, store: ApprovalStore) -> None:
     run = guard.emergency()
     store.break_glass(guard.changing(run), reason="it burns", ca_key=guard.ca_key)
-    store.consume(store.require(guard.changing(run)).of(run))
+    approval = store.require(guard.changing(run)).of(run)
+    assert approval.second_signature is None
+    store.consume(approval)
+    assert store.get(approval.id).status == "spent"
 
 
 def test_a_second_persons_key_without_a_passphrase_signs_in_the_lab_only(guard: GuardState) -> None:
