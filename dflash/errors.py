@@ -3,7 +3,7 @@
 import io
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 INTERRUPTED = 130
 
@@ -12,6 +12,8 @@ class DFlashError(Exception):
     """A failure the user can act on; the message says what was found, what was expected and what to do."""
 
     exit_code = 1
+    state_name: ClassVar[str] = "Failed"
+    """What the state of a run that ends with this failure is called, where somebody has to act differently on it."""
 
 
 class UsageError(DFlashError):

@@ -15,6 +15,7 @@ from prefect.cache_policies import NO_CACHE
 from dflash.render import to_markdown
 from dflash.report import Report
 from flows.awaiting import awaiting_approval, require
+from flows.named_states import named_states
 from flows.prefect_home import forget_agent
 from flows.terminal import shown_progress
 from tasks import evaluation
@@ -35,6 +36,7 @@ class Evaluation:
 
 
 @flow(name="evaluate-checkpoint", flow_run_name="evaluate {source} on {on}")
+@named_states
 def evaluate_checkpoint(source: str, on: str, suite: Suite, reports: Path, hosts: Path | None = None) -> Evaluation:
     """Evaluate the checkpoint ``source`` (HOST:/path) on the inference host ``on``; the report lands below ``reports``.
 
