@@ -2,12 +2,15 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from dflash.errors import DFlashError
 
+P = ParamSpec("P")
+R = TypeVar("R")
 
-def named_states(body: Callable[..., Any]) -> Callable[..., Any]:
+
+def named_states(body: Callable[P, R]) -> Callable[P, R]:
     """Have the ``body`` of a flow end in the state that its failure names, with the failure's sentence as message.
 
     Whoever calls the flow as a function still gets the failure raised. Stands below ``@flow``.
@@ -20,6 +23,6 @@ def named_states(body: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return body(*arguments, **options)
         except DFlashError as failure:
-            return Failed(name=failure.state_name, message=str(failure), data=failure)  # type: ignore[return-value]  # Prefect resolves it
+            return Failed(name=failure.state_name, message=str(failure), data=failure)  # type: ignore[return-value]
 
     return named
