@@ -5,15 +5,18 @@ over the control connection; what it prints on the way is handed on line by line
 model that wrote it.
 """
 
+import hashlib
+import json
 import secrets
 import shlex
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
 from dflash.errors import DFlashError, NotValidError, UsageError
+from dflash.prompts import read_prompts
 from dflash.render import to_markdown
 from dflash.report import RelayInfo, Report, read_report
 from tasks.actions import said
@@ -52,6 +55,15 @@ class Suite:
     num_prompts: int | None = None
     ignore_eos: bool = False
     thinking: str | None = None  # "on" | "off"; needed when the prompts are chats
+
+    def digest(self) -> str:
+        """Return the sha256 of all that decides the number: the prompt file's content and every setting.
+
+        Where the file lies does not count. Raises :class:`dflash.prompts.PromptFileError` when it cannot be read.
+        """
+        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "prompts"}
+        content = {"prompts_sha256": read_prompts(self.prompts).sha256, **settings}
+        return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 @dataclass(frozen=True)
