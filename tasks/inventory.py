@@ -77,6 +77,12 @@ def _network(text: str) -> str:
     return text
 
 
+def _block_name(text: str) -> str:
+    if not re.fullmatch(r"[a-z0-9][a-z0-9-]*/[a-z0-9][a-z0-9-]*", text):
+        raise ValueError(f"{text!r} is not a Prefect block; write its type and its name, as in custom-webhook/ops")
+    return text
+
+
 def _rate(value: object) -> int:
     if not isinstance(value, str):
         raise ValueError(f"{value!r} is not a rate; write a number, a unit and /s, as in 200MB/s")
@@ -90,6 +96,7 @@ Network = Annotated[str, AfterValidator(_network)]
 PublicKey = Annotated[str, AfterValidator(public_keys.normalise)]
 SigningKey = Annotated[str, AfterValidator(public_keys.normalise_signing)]
 Enforcement = Literal["host", "authorized-keys", "client"]
+BlockName = Annotated[str, AfterValidator(_block_name)]
 RemotePath = Annotated[str, AfterValidator(normalise_path)]
 LocalPath = Annotated[Path, AfterValidator(_local_path)]
 Rate = Annotated[int, BeforeValidator(_rate)]
@@ -213,7 +220,8 @@ class Inventory(Section):
     guard: Guard
     hosts: Annotated[dict[HostName, Host], Field(min_length=1)]
     staging: Staging | None = None
-    notify: tuple[()] = ()
+    notify: tuple[BlockName, ...] = ()
+    """Prefect notification blocks that are told what a person has to know."""
 
     def host(self, name: str) -> Host:
         """The host called ``name`` or having that alias; raises :class:`UnknownHostError`."""

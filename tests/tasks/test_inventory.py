@@ -54,7 +54,7 @@ ERRORS = [
     ("user: root", "user: root\n    colour: red", "hosts.ct129.colour", "known here are role, address"),
     ("device: auto", "devise: auto", "hosts.ct129.gpu.devise", "known here are device, reserve_gib"),
     ("notify: []", "notes: []", "notes", "known here are version, guard"),
-    ("notify: []", "notify: [mail]", "notify", "at most 0"),
+    ("notify: []", "notify: [mail]", "notify[0]", "write its type and its name, as in custom-webhook/ops"),
     ("version: 1", "version: 2", "version", "should be 1"),
     ("user: root", "", "hosts.ct129.user", "missing"),
     ("user: root", "user: -oProxyCommand=x", "hosts.ct129.user", "letters, digits"),
