@@ -100,11 +100,14 @@ def _training(checkpoint: DrafterCheckpoint) -> TrainingInfo | None:
     return None
 
 
-def prompt_results(texts: Sequence[Text], totals: Totals, tokenizer: Any) -> list[PromptResult]:
-    """One entry a text, with Σ advance and rounds from ``totals``."""
+def prompt_results(
+    texts: Sequence[Text], totals: Totals, tokenizer: Any, reference: Totals | None = None
+) -> list[PromptResult]:
+    """One entry a text, with Σ advance and rounds from ``totals``, and the reference drafter's τ."""
     results = []
     for text in texts:
         advance, count = totals.get(text.id, (0, 0))
+        their_advance, their_count = (reference or {}).get(text.id, (0, 0))
         completion = text.tokens[text.prompt_length :]
         results.append(
             PromptResult(
@@ -114,6 +117,7 @@ def prompt_results(texts: Sequence[Text], totals: Totals, tokenizer: Any) -> lis
                 rounds=count,
                 tau=advance / count if count else None,
                 token_ids=completion,
+                reference_tau=their_advance / their_count if their_count else None,
             )
         )
     return results

@@ -8,12 +8,14 @@ import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from dflash import checks, completions, served
 from dflash.assembly import make_report, prompt_results
 from dflash.batch import Text, Vocabulary
+from dflash.beside_others import beside_others
 from dflash.cache import Cache
 from dflash.checkpoints import DrafterCheckpoint, build_drafter
 from dflash.checks import Evidence
@@ -23,6 +25,7 @@ from dflash.decode import Times, decode
 from dflash.drafter import Drafter
 from dflash.errors import UsageError
 from dflash.hidden_states import CachedTaps, LoadedTaps, TappedText, TapSource, require_positions, target_key
+from dflash.latency import Probes
 from dflash.lossless import lossless, read_again
 from dflash.metrics import DDTREE_NODES, SEED, Round, by_prompt, compare, interval, summarize
 from dflash.offload import StreamedTaps, decode_estimate
@@ -35,6 +38,7 @@ from dflash.report import Check, Metrics, Report, Served
 from dflash.request import Inputs, Mode, Request, read_inputs
 from dflash.sampling import make_sampler
 from dflash.target import Target
+from dflash.token_texts import token_texts
 from dflash.vocabulary import SlicedVocabulary
 
 PHASES: dict[Mode, int] = {"replay": 5, "decode": 5, "served": 2}
@@ -62,7 +66,10 @@ def evaluate(request: Request, phases: Phases) -> Report:
 def measure(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
     """The report and the rounds behind it (none of a server, which shows only their number); writes no report."""
     request.require_consistent()
-    return _measure_served(request, phases) if request.mode == "served" else _measure_here(request, phases)
+    if request.mode == "served":
+        return _measure_served(request, phases)
+    with beside_others(request, phases) as (chosen, probes):
+        return _measure_here(chosen, phases, probes)
 
 
 @dataclass(frozen=True)
@@ -104,7 +111,7 @@ class Measured:
         )
 
 
-def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]]:
+def _measure_here(request: Request, phases: Phases, probes: Probes | None) -> tuple[Report, list[Round]]:
     device, dtype = request.torch_device(), request.torch_dtype()
     with phases.phase("tokenizer", "tokenizer"):
         inputs = read_inputs(request)
@@ -112,8 +119,10 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
         taps = _tap_source(request)
         _require_fit(request, inputs)
 
-    with phases.phase("reference_completions", "reference completions") as progress:
-        written = [] if request.temperature else reference_completions(request, inputs, server, taps, progress)
+    # in an event loop nothing may block: there the turn is awaited instead
+    with phases.phase("reference_completions", "reference completions", waits=server is None) as progress:
+        turn = None if probes is None else partial(probes.turn, phases.say)
+        written = [] if request.temperature else reference_completions(request, inputs, server, taps, progress, turn)
 
     with phases.phase("hidden_states", "target and hidden states") as progress:
         written = fitted(request, taps.facts, written)
@@ -147,6 +156,7 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
         )
         found = _config_source(inputs.checkpoint) + _remembered(checks.all_checks(evidence), evidence, taps)
         found += [ours.lossless[1]] if ours.lossless else []
+        found += [probes.check()] if probes is not None else []
 
     report = make_report(
         request,
@@ -157,7 +167,10 @@ def _measure_here(request: Request, phases: Phases) -> tuple[Report, list[Round]
         metrics=ours.metrics(),
         reference_metrics=theirs.metrics() if theirs else None,
         comparison=compare(by_prompt(ours.rounds), by_prompt(theirs.rounds), seed=SEED) if theirs else None,
-        prompts=prompt_results(ours.texts, by_prompt(ours.rounds), inputs.tokenizer),
+        prompts=prompt_results(
+            ours.texts, by_prompt(ours.rounds), inputs.tokenizer, by_prompt(theirs.rounds) if theirs else None
+        ),
+        token_texts=token_texts(inputs.tokenizer, _tokens(ours)),
         served_model=server.model if server else None,
         retokenized=evidence.retokenized,
         agreement=ours.agreement(),
@@ -345,6 +358,12 @@ def _walk(
         progress=progress,
         trees=DDTREE_NODES,
     )
+
+
+def _tokens(measured: Measured) -> set[int]:
+    """Every token of a completion or of a draft."""
+    completions = {token for text in measured.texts for token in text.tokens[text.prompt_length :]}
+    return completions.union(*(one.drafted for one in measured.rounds))
 
 
 def _columns(layer_ids: Sequence[int], config: DrafterConfig) -> torch.Tensor | None:

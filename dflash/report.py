@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from dflash.errors import DFlashError
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 class ReportError(DFlashError):
@@ -127,8 +127,10 @@ class Metrics(_Record):
     conditional_by_position: list[float | None]
     accuracy_by_position: list[float | None]
     histogram: list[int] = Field(description="rounds by advance, 1…B")
-    streak: dict[str, float]
-    ddtree: dict[str, float] | None = Field(default=None, description="τ of a draft tree of N nodes on its own walk")
+    streak: dict[str, float | None]
+    ddtree: dict[str, float | None] | None = Field(
+        default=None, description="τ of a draft tree of N nodes on its own walk"
+    )
     random_anchor_tau: float | None
     speedup: Speedup | None = None
 
@@ -160,7 +162,10 @@ class Comparison(_Record):
 
 
 class PromptResult(_Record):
-    """One prompt: its completion as text and ids, and how it was drafted. ``tau`` is null without a round."""
+    """One prompt: its completion as text and ids, and how it was drafted. ``tau`` is null without a round.
+
+    ``reference_tau`` is the reference drafter's on the same prompt; null without one, and in reports of schema 1.
+    """
 
     id: str
     text: str
@@ -168,6 +173,7 @@ class PromptResult(_Record):
     rounds: int = Field(ge=0)
     tau: float | None = Field(ge=0, allow_inf_nan=False)
     token_ids: list[int]
+    reference_tau: float | None = None
 
     @model_validator(mode="after")
     def _tau_is_of_rounds(self) -> Self:
@@ -205,6 +211,9 @@ class Report(_Record):
     reference_metrics: Metrics | None = None
     comparison: Comparison | None = None
     prompts: list[PromptResult]
+    token_texts: dict[int, str] = Field(
+        default={}, description="text of every token that a completion or a draft has; empty in reports of schema 1"
+    )
     left_out: list[str] = Field(default=[], description="prompts that were in the training data; in no figure")
     checks: list[Check]
     timings: dict[str, float] = Field(description="seconds by phase")
@@ -226,16 +235,23 @@ class Report(_Record):
 
 
 def read_report(path: Path) -> Report:
-    """Read ``report.json``. Raises :class:`ReportError`."""
+    """Read ``report.json``, also one of an older schema. NaN and infinity, no numbers of JSON, are missing values.
+
+    Raises :class:`ReportError`, also where a value is missing without which there is no report.
+    """
     try:
-        raw = json.loads(path.read_bytes(), parse_constant=_no_number)
+        raw = json.loads(path.read_bytes(), parse_constant=_missing)
     except OSError as error:
         raise ReportError(f"{path}: cannot be read ({error.strerror}); expected a report.json") from None
     except (ValueError, RecursionError) as error:
         raise ReportError(f"{path}: is not JSON ({error}); expected a report.json") from None
     schema = raw.get("schema") if isinstance(raw, dict) else None
-    if schema != SCHEMA:
-        raise ReportError(f"{path}: has schema {schema!r}, this version reads {SCHEMA}; update dflash or measure again")
+    if schema == 1:  # had no reference_tau and no token_texts, which are missing in what is made of it
+        raw["schema"] = SCHEMA
+    elif schema != SCHEMA:
+        raise ReportError(
+            f"{path}: has schema {schema!r}, this version reads 1 to {SCHEMA}; update dflash or measure again"
+        )
     try:
         return Report.model_validate(raw)
     except ValidationError as error:
@@ -244,8 +260,8 @@ def read_report(path: Path) -> Report:
         raise ReportError(f"{path}: {place}: {first['msg']}; the file is not a report this version wrote") from None
 
 
-def _no_number(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+def _missing(constant: str) -> None:
+    """What NaN and Infinity are read as: a figure that could not be had."""
 
 
 def _with_interval(value: float, interval: tuple[float, float] | None, sign: str = "") -> str:

@@ -131,8 +131,8 @@ def test_reports_without_a_prompt_in_common_are_refused():
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"tau": float("nan")}, "is not JSON (NaN is no number"),
-        ({"tau": float("inf")}, "is not JSON (Infinity is no number"),
+        ({"tau": float("nan")}, "prompts.0: Value error, tau is null where there is no round, and only there"),
+        ({"tau": float("inf")}, "prompts.0: Value error, tau is null where there is no round, and only there"),
         ({"tau": "1e999"}, "prompts.0.tau: Input should be a finite number"),
         ({"tau": -1.0}, "prompts.0.tau: Input should be greater than or equal to 0"),
         ({"rounds": -1}, "prompts.0.rounds: Input should be greater than or equal to 0"),

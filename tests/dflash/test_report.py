@@ -67,12 +67,12 @@ def test_a_report_survives_the_file(report, tmp_path):
 
 def test_the_file_has_the_agreed_names(report):
     raw = json.loads(report.to_json())
-    assert raw["schema"] == 1
+    assert raw["schema"] == 2
     assert raw["target"]["class"] == "C"
     assert set(raw) == {
         *("schema", "created", "valid", "invalid_because", "checkpoint", "training", "relay", "target", "reference"),
         *("settings", "versions", "metrics", "reference_metrics", "comparison", "prompts", "checks", "timings"),
-        *("served", "left_out"),
+        *("served", "left_out", "token_texts"),
     }
     assert set(raw["metrics"]) == {
         *("tau", "rounds", "tokens", "cut_rounds", "lossless_prompts", "accepted_by_position"),
@@ -89,7 +89,7 @@ def test_the_file_has_the_agreed_names(report):
         ("{", "is not JSON"),
         ("[" * 100_000, "is not JSON"),
         ("[]", "has schema None"),
-        ('{"schema": 2}', "has schema 2, this version reads 1"),
+        ('{"schema": 3}', "has schema 3, this version reads 1 to 2"),
         ('{"schema": 1}', "created: Field required"),
     ],
 )
@@ -139,3 +139,26 @@ def test_the_markdown_tables_are_whole(report):
     for block in text.split("\n\n"):
         rows = [line.replace("\\|", "") for line in block.splitlines() if line.startswith("|")]
         assert len({row.count("|") for row in rows}) <= 1
+
+
+def test_a_report_of_the_first_schema_is_migrated(report, tmp_path):
+    raw = json.loads(report.to_json()) | {"schema": 1}
+    del raw["token_texts"], raw["prompts"][0]["reference_tau"]
+    (tmp_path / "report.json").write_text(json.dumps(raw))
+    read = read_report(tmp_path / "report.json")
+    assert (read.schema_version, read.token_texts, read.prompts[0].reference_tau) == (2, {}, None)
+    assert read == report
+
+
+def test_figures_that_are_no_numbers_are_missing_and_a_headline_without_one_is_no_report(report, tmp_path):
+    path = tmp_path / "report.json"
+    raw = json.loads(report.to_json())
+    raw["metrics"]["streak"]["8"] = raw["metrics"]["accuracy_by_position"][1] = float("nan")
+    raw["metrics"]["random_anchor_tau"] = float("inf")
+    path.write_text(json.dumps(raw))
+    metrics = read_report(path).metrics
+    assert (metrics.streak["8"], metrics.accuracy_by_position[1], metrics.random_anchor_tau) == (None, None, None)
+    raw["metrics"]["tau"]["pooled"] = float("nan")
+    path.write_text(json.dumps(raw))
+    with pytest.raises(ReportError, match=r"metrics\.tau\.pooled: Input should be a valid number"):
+        read_report(path)
