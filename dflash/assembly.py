@@ -51,7 +51,7 @@ def make_report(
         served_model=served_model,
         retokenized=retokenized,
         completion_agreement=agreement,
-        offload=request.offload,
+        offload=request.offload is True,
         device=_device(request),
         seed=SEED,
     )

@@ -24,7 +24,8 @@ from dflash.cli_options import (
     TrainingDataOption,
     thinking_asked,
 )
-from dflash.errors import NotValidError
+from dflash.errors import NotValidError, UsageError
+from dflash.failure import told
 
 
 class Mode(StrEnum):
@@ -69,7 +70,26 @@ def evaluate(
     offload: Annotated[
         bool, typer.Option("--offload", help="stream the target's layers from its files, for a device it does not fit")
     ] = False,
+    offload_if_needed: Annotated[
+        bool, typer.Option("--offload-if-needed", help="stream the layers when the target does not fit in what is free")
+    ] = False,
     cache: CacheOption = None,
+    reserve_gib: Annotated[
+        float | None,
+        typer.Option(
+            min=0.0,
+            help="the machine is others' too: take turns on the GPU, leave so much of its free memory, and wait while "
+            "the model of --server is slowed down",
+        ),
+    ] = None,
+    gpu_locks: Annotated[
+        Path | None, typer.Option(help="where turns are taken, with --reserve-gib; the same for all evaluations")
+    ] = None,
+    gpu_wait: Annotated[float, typer.Option(min=0.0, help="seconds to wait for a turn")] = 12 * 3600.0,
+    failure: Annotated[
+        Path | None,
+        typer.Option(help="write state and sentence of a failure there, as JSON, for the program that asked"),
+    ] = None,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the acceptance length of a checkpoint; exit code 3 when a check says it must not be believed."""
@@ -77,10 +97,15 @@ def evaluate(
 
     from dflash.evaluate import PHASES
     from dflash.evaluate import evaluate as measure
+    from dflash.gpu_share import Share
     from dflash.progress import Phases
     from dflash.prompts import default_prompts
     from dflash.request import Request
 
+    if gpu_locks is not None and reserve_gib is None:
+        raise UsageError("--gpu-locks says where turns are taken; say with --reserve-gib how much memory is left")
+    if offload and offload_if_needed:
+        raise UsageError("--offload streams the layers, --offload-if-needed only when it must; give one of them")
     request = Request(
         target=target,
         checkpoint=checkpoint,
@@ -101,11 +126,13 @@ def evaluate(
         device=device,
         dtype=dtype.value,
         kernel=kernel.value,
-        offload=offload,
+        offload=True if offload else "auto" if offload_if_needed else False,
         cache=cache,
+        share=None if reserve_gib is None else Share(reserve_gib, gpu_locks, gpu_wait),
     )
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
-    report = measure(request, Phases(PHASES[request.mode]))
+    with told(failure):
+        report = measure(request, Phases(PHASES[request.mode] + (request.share is not None)))
     print(report.metrics.model_dump_json(indent=1) if as_json else report.headline())
     if not report.valid:
         raise typer.Exit(NotValidError.exit_code)

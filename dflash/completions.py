@@ -13,7 +13,7 @@ token at the seam. The end token shows in no text and is left out, so is a chara
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -137,13 +137,14 @@ def complete(
     concurrency: int = CONCURRENCY,
     store: CompletionStore | None = None,
     progress: Callable[[int, int], None],
+    turn: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Completion]:
     """Greedy completion of each prompt (token ids), in their order, up to where the server ends it.
 
     A completion may be shorter than a block, and empty when text-only output ended at once. What ``store`` has is not
     asked again, what comes in is put there at once. ``tokenizer`` is the target's (transformers); without it a server
     that gives text only is an error. Trouble that may pass is waited out (:mod:`dflash.http_client`); other trouble
-    raises :class:`ServerError`, which says how far it got.
+    raises :class:`ServerError`, which says how far it got. ``turn`` is awaited before each prompt is sent.
     """
     written: dict[int, Completion] = {}
     if store is not None:
@@ -156,6 +157,8 @@ def complete(
             asker = Asker(http, server, max_new_tokens, ignore_eos, tokenizer)
 
             async def ask_one(place: int) -> None:
+                if turn is not None:
+                    await turn()
                 completion, _ = await asker.ask(prompts[place])
                 if store is not None:
                     store.put(prompts[place], completion)

@@ -29,6 +29,8 @@ _CONVOLUTIONS = ("causal_conv1d_fn", "causal_conv1d_update")
 class KernelError(DFlashError):
     """The asked-for kernel cannot run here, or would mix up packed texts."""
 
+    state_name = "KernelRefused"
+
 
 def kernel_for(
     config: PreTrainedConfig, name: Literal["auto", "fla", "torch"], *, device: torch.device | str, source: str

@@ -19,14 +19,17 @@ class MemoryShortageError(DFlashError):
 def free_bytes(device: torch.device | str) -> int:
     """Bytes that can be allocated on ``device`` now, less a reserve for what others and the allocator need.
 
-    On CUDA what the driver has left, beside whatever else runs there, and what torch holds unused; on the CPU what the
-    kernel calls available, or what the container's limit leaves if that is less.
+    On CUDA what the driver has left, beside whatever else runs there, and what torch holds unused, but no more than the
+    share of the device that this process may use; on the CPU what the kernel calls available, or what the container's
+    limit leaves if that is less.
     """
     device = torch.device(device)
     if device.type == "cuda":
-        left, _total = torch.cuda.mem_get_info(device)
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return max(0, left + unused - DEVICE_RESERVE)
+        left, total = torch.cuda.mem_get_info(device)
+        allocated = torch.cuda.memory_allocated(device)
+        unused = torch.cuda.memory_reserved(device) - allocated
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - allocated
+        return max(0, min(left + unused, allowed) - DEVICE_RESERVE)
     return max(0, int(min(_available(), _container_left())) - HOST_RESERVE)
 
 

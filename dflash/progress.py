@@ -17,17 +17,35 @@ class Phases:
 
     def __init__(self, total: int) -> None:
         self.timings: dict[str, float] = {}
+        self.between: Callable[[], None] | None = None
+        """Called before each report of progress; whoever sets it can make the work wait there."""
         self._total = total
         self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
 
+    def say(self, text: str) -> None:
+        """Print one line of the phase that runs."""
+        self._console.print(f"      {text}")
+
+    def forget_between(self) -> None:
+        """Have nothing wait any more."""
+        self.between = None
+
     @contextmanager
-    def phase(self, key: str, title: str) -> Iterator[Report]:
-        """Run one phase; its seconds are kept under ``key``."""
+    def phase(self, key: str, title: str, *, waits: bool = True) -> Iterator[Report]:
+        """Run one phase; its seconds are kept under ``key``. :attr:`between` is called in one that ``waits``."""
         self._console.print(f"[{len(self.timings) + 1}/{self._total}] {title} …")
         started = time.monotonic()
         with self._bar() if self._console.is_terminal else self._lines(started) as report:
-            yield report
+            yield self._waiting(report) if waits else report
         self.timings[key] = round(time.monotonic() - started, 3)
+
+    def _waiting(self, report: Report) -> Report:
+        def waiting(done: int, total: int) -> None:
+            if self.between is not None:
+                self.between()
+            report(done, total)
+
+        return waiting
 
     @contextmanager
     def _bar(self) -> Iterator[Report]:

@@ -1,6 +1,6 @@
 """The greedy completions that blocks are walked over, by a server or by the target, kept where there is a cache."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -17,12 +17,19 @@ Progress = Callable[[int, int], None]
 
 
 def reference_completions(
-    request: Request, inputs: Inputs, server: completions.Server | None, taps: CachedTaps, progress: Progress
+    request: Request,
+    inputs: Inputs,
+    server: completions.Server | None,
+    taps: CachedTaps,
+    progress: Progress,
+    turn: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Completion]:
     """One completion a prompt; with a cache, only those that it lacks are written now.
 
-    ``progress`` counts prompts of a server and tokens of the target. Raises :class:`UsageError` where the target's
-    layers are streamed and would have to be read again for every token, and what the server raises.
+    ``progress`` counts prompts of a server and tokens of the target. ``turn`` is awaited before each prompt goes to a
+    server, which then gets one at a time: others are served by it, and their latency is watched. Raises
+    :class:`UsageError` where the target's layers are streamed and would have to be read again for every token, and what
+    the server raises.
     """
     how = {"max_new_tokens": request.max_new_tokens, "ignore_eos": request.ignore_eos}
     if server is None:
@@ -41,6 +48,8 @@ def reference_completions(
         tokenizer=inputs.tokenizer,
         store=_store(taps.cache, server.url, settings),
         progress=progress,
+        concurrency=completions.CONCURRENCY if turn is None else 1,
+        turn=turn,
     )
 
 

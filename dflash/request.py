@@ -9,6 +9,7 @@ import torch
 
 from dflash.checkpoints import DrafterCheckpoint, read_checkpoint
 from dflash.errors import UsageError
+from dflash.gpu_share import Share
 from dflash.overlap import overlapping
 from dflash.prompts import ChatPrompt, PromptSet, RawPrompt, read_prompts, tokenize
 from dflash.target import load_tokenizer
@@ -23,7 +24,8 @@ class Request:
     """What to measure. ``device`` and ``dtype`` "auto": CUDA in bfloat16 where it is there, else the CPU in float32.
 
     ``max_blocks`` bounds the rounds of each prompt. ``temperature`` over 0 is for ``mode`` "decode" alone.
-    ``training_data``: prompts that are in there are left out.
+    ``training_data``: prompts that are in there are left out. ``offload`` "auto": when the target does not fit.
+    ``share``: the machine is others' too, see :mod:`dflash.gpu_share`.
     """
 
     target: Path
@@ -45,17 +47,20 @@ class Request:
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     kernel: Literal["auto", "fla", "torch"] = "auto"
-    offload: bool = False
+    offload: bool | Literal["auto"] = False
     cache: Path | None = None
+    share: Share | None = None
 
     def require_consistent(self) -> None:
         """:class:`UsageError` for options that exclude each other."""
         if self.mode == "served" and self.server is None:
             raise UsageError("--mode served measures a running server; say which with --server URL")
-        if self.mode == "served" and (self.reference or self.offload or self.cache or self.max_blocks):
+        if self.mode == "served" and (
+            self.reference or self.offload or self.cache or self.max_blocks or self.share is not None
+        ):
             raise UsageError(
                 "--mode served measures the drafter that the server runs, with its own target; leave out --reference, "
-                "--offload, --cache and --max-blocks"
+                "--offload, --cache, --max-blocks and --reserve-gib"
             )
         if self.mode == "served" and (self.dtype != "auto" or self.kernel != "auto"):
             raise UsageError("--mode served runs no model here, so --dtype and --kernel are the server's to choose")

@@ -1,0 +1,44 @@
+"""Why a command failed, as a file for the program that started it and may be away when it ends. Imports no torch."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dflash.errors import DFlashError
+
+
+class Failure(BaseModel):
+    """``state`` is :attr:`DFlashError.state_name`, what a run that ends so is called; ``message`` says why it did."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    state: str
+    message: str
+
+
+@contextmanager
+def told(file: Path | None) -> Iterator[None]:
+    """Write a :class:`DFlashError` that leaves the block into ``file`` as well, whole or not at all.
+
+    A file that cannot be written changes nothing: the error is on stderr too.
+    """
+    try:
+        yield
+    except DFlashError as error:
+        if file is not None:
+            partial = file.with_name(f".{file.name}.{os.getpid()}")
+            with suppress(OSError):
+                partial.write_text(Failure(state=error.state_name, message=str(error)).model_dump_json())
+                partial.replace(file)
+        raise
+
+
+def parse_failure(text: str | bytes) -> Failure | None:
+    """What :func:`told` wrote; None when it is nothing of the kind."""
+    try:
+        return Failure.model_validate_json(text)
+    except ValidationError:
+        return None
