@@ -1,0 +1,40 @@
+"""What Prefect forgets and when, so that weeks of runs stay small.
+
+Nothing that counts is lost with a run, an event or a log line: numbers are in reports, what was evaluated is in the
+ledger, what was allowed is in the audit log.
+"""
+
+from dataclasses import dataclass
+
+from dflash.errors import UsageError
+
+DAY = 86_400
+HOUR = 3_600
+
+
+@dataclass(frozen=True)
+class Retention:
+    """For how many days ended runs, with their logs and artifacts, and events are kept."""
+
+    runs: float = 30.0
+    events: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name, days in vars(self).items():
+            if days * DAY <= HOUR:
+                raise UsageError(f"--keep-{name} {days:g} days is too short: Prefect keeps at least an hour")
+
+
+def settings(keep: Retention, *, every: float = HOUR) -> dict[str, str]:
+    """The environment in which a Prefect server looks every ``every`` seconds for what is older, and deletes it.
+
+    Heartbeats, most of all events, are kept for an hour: they only tell whether a run is alive.
+    """
+    vacuum = "PREFECT_SERVER_SERVICES_DB_VACUUM"
+    return {
+        f"{vacuum}_ENABLED": "events,flow_runs",
+        f"{vacuum}_LOOP_SECONDS": f"{every:g}",
+        f"{vacuum}_RETENTION_PERIOD": f"{round(keep.runs * DAY)}",
+        f"{vacuum}_EVENT_RETENTION_OVERRIDES": f'{{"prefect.flow-run.heartbeat": {HOUR}}}',
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"{round(keep.events * DAY)}",
+    }
