@@ -2,205 +2,97 @@
 
 Prefect knows what runs now; what is due, and which numbers there are, stands here alone, so that a Prefect without any
 memory goes on where the last one stopped. Every call is one transaction, safe for several threads and processes.
-
-A transaction survives every crash of a process. After a power cut the last ones may be gone, never half of one; they
-are done again then, and the job on the inference host, whose name follows from checkpoint, suite and number of the
-attempt, is found there instead of started twice.
 """
 
+import fcntl
+import hashlib
 import json
 import os
 import sqlite3
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any, Literal, Self, get_args
+from typing import Any, Self, get_args
 
-from dflash.errors import DFlashError
+from tasks.ledger_entries import OPEN, Attempt, Seen, State, Watch
+from tasks.ledger_file import LedgerBusyError, LedgerError, LedgerFile
 from tasks.state import state_dir
 
-State = Literal["seen", "relayed", "evaluated", "invalid", "failed", "superseded"]
-OPEN: tuple[State, ...] = ("seen", "relayed")
-"""The states of an attempt that has no result yet, in their order."""
-RESULTS: tuple[State, ...] = ("evaluated", "invalid", "failed", "superseded")
+__all__ = ["Attempt", "AttemptHeldError", "Ledger", "LedgerBusyError", "LedgerError", "Seen", "State", "Watch"]
 
+FILE = "ledger.sqlite3"
 MOST_ATTEMPTS = 3
 """Of one checkpoint in one suite that are made by themselves; somebody can ask for more."""
 RETRY_SECONDS = 900.0
 """Until a failed attempt is followed by the next one, four times as long after each."""
-BUSY_SECONDS = 60.0
-
-FILE = "ledger.sqlite3"
-VERSION = 1
-SCHEMA = """
-CREATE TABLE checkpoints (
-    identity TEXT PRIMARY KEY, host TEXT NOT NULL, path TEXT NOT NULL, step INTEGER, seen REAL NOT NULL,
-    written REAL, gone REAL
-) STRICT;
-CREATE INDEX by_place ON checkpoints (host, path);
-CREATE TABLE attempts (
-    identity TEXT NOT NULL REFERENCES checkpoints, suite TEXT NOT NULL, number INTEGER NOT NULL CHECK (number > 0),
-    state TEXT NOT NULL CHECK (state IN ('seen', 'relayed', 'evaluated', 'invalid', 'failed', 'superseded')),
-    host TEXT, job TEXT, flow_run TEXT, report TEXT, tau REAL, low REAL, high REAL, message TEXT NOT NULL DEFAULT '',
-    updated REAL NOT NULL,
-    PRIMARY KEY (identity, suite, number)
-) STRICT;
-CREATE UNIQUE INDEX one_open ON attempts (identity, suite) WHERE state IN ('seen', 'relayed');
-CREATE INDEX by_time ON attempts (updated);
-CREATE TABLE nights (
-    date TEXT NOT NULL, suite TEXT NOT NULL, content TEXT NOT NULL, recorded REAL NOT NULL, PRIMARY KEY (date, suite)
-) STRICT;
-CREATE TABLE watches (
-    source TEXT PRIMARY KEY, state TEXT NOT NULL, request TEXT, looked REAL, message TEXT NOT NULL,
-    since REAL NOT NULL, content TEXT NOT NULL
-) STRICT;
-"""
 
 
-class LedgerError(DFlashError):
-    """The ledger cannot be opened, read or written."""
+class AttemptHeldError(LedgerError):
+    """Another process is at work on this attempt."""
 
-    state_name = "LedgerUnusable"
-
-
-class LedgerBusyError(LedgerError):
-    """Somebody else held the ledger for longer than anybody should."""
-
-    state_name = "LedgerLocked"
-
-
-@dataclass(frozen=True)
-class Seen:
-    """One complete checkpoint, where it lies and what its content is known by.
-
-    ``identity`` is that of :class:`tasks.selection.Selection`; ``seen`` is the time of the look that found it whole.
-    """
-
-    host: str
-    path: str
-    identity: str
-    step: int | None
-    seen: float
-    written: float | None = None
-    """When its last byte was written, by its host's clock; orders those that one look found."""
-    gone: float | None = None
-    """Since when it does not lie there any more."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One evaluation of a checkpoint in a suite: on its way while ``state`` is ``seen`` or ``relayed``, else ended."""
-
-    identity: str
-    suite: str
-    number: int
-    state: State
-    on: str | None
-    job: str | None
-    flow_run: str | None
-    report: str | None
-    tau: float | None
-    ci95: tuple[float, float] | None
-    message: str
-    updated: float
-
-    @property
-    def is_open(self) -> bool:
-        """Whether it has no result yet."""
-        return self.state in OPEN
-
-
-@dataclass(frozen=True)
-class Watch:
-    """What is known of the watch of one ``source`` (HOST:/folder)."""
-
-    source: str
-    state: str
-    """``watching``, or the name of the state that keeps it from it: ``GrantEnded``, ``HostUnreachable``, …"""
-    request: str | None = None
-    """The request whose standing approval it reads under."""
-    looked: float | None = None
-    """When it last saw the folder."""
-    message: str = ""
-    since: float = 0.0
-    """When it came into ``state``."""
-    content: Mapping[str, Any] = field(default_factory=dict)
-    """What the watch itself remembers from look to look, JSON."""
+    state_name = "AlreadyRunning"
 
 
 class Ledger:
-    """The ledger in one file; :meth:`open` makes it."""
+    """The ledger of one state folder; :meth:`open` makes it."""
 
-    def __init__(self, file: Path, clock: Callable[[], float] = time.time) -> None:
-        self.file = file
-        self._clock = clock
-        self._own = threading.local()
+    def __init__(self, file: LedgerFile, clock: Callable[[], float]) -> None:
+        self._file, self._clock = file, clock
 
     @classmethod
     def open(cls, state: Path | None = None, *, clock: Callable[[], float] = time.time) -> Self:
-        """The ledger of the state folder ``state``, made when there is none.
+        """The ledger of the folder ``state``, made when there is none.
 
         Raises :class:`LedgerError` when the file is none, is damaged, or was written by a later version.
         """
-        ledger = cls((state or state_dir()) / FILE, clock)
-        with ledger._transaction() as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in SCHEMA.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise LedgerError(
-                    f"{ledger.file} is of version {version}, and this program knows version {VERSION}: install the "
-                    "program that wrote it, or move the file away to begin a new one"
-                )
-        return ledger
+        return cls(LedgerFile((state or state_dir()) / FILE), clock)
 
-    # checkpoints
+    # --- checkpoints
 
     def see(self, checkpoint: Seen) -> bool:
         """Record a checkpoint that a look found whole; True when it is new.
 
         A known one keeps when it was first seen; where it lies now is corrected, and it is not gone.
         """
-        values = (checkpoint.identity, checkpoint.host, checkpoint.path)
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             new = connection.execute(
-                "INSERT INTO checkpoints (identity, host, path, step, seen, written) VALUES (?, ?, ?, ?, ?, ?) "
-                "ON CONFLICT DO NOTHING",
-                (*values, checkpoint.step, checkpoint.seen, checkpoint.written),
+                "INSERT INTO checkpoints (identity, host, path, step, seen, written) "
+                "VALUES (:identity, :host, :path, :step, :seen, :written) ON CONFLICT DO NOTHING",
+                vars(checkpoint),
             )
-            if new.rowcount:
-                return True
-            connection.execute(
-                "UPDATE checkpoints SET host = ?2, path = ?3, gone = NULL WHERE identity = ?1 "
-                "AND (host, path, gone IS NULL) != (?2, ?3, TRUE)",
-                values,
-            )
-        return False
+            if not new.rowcount:
+                connection.execute(
+                    "UPDATE checkpoints SET host = :host, path = :path, gone = NULL WHERE identity = :identity",
+                    vars(checkpoint),
+                )
+        return bool(new.rowcount)
 
     def miss(self, identity: str) -> bool:
         """Record that a checkpoint does not lie there any more; True when that is new."""
-        with self._transaction() as connection:
-            return bool(
-                connection.execute(
-                    "UPDATE checkpoints SET gone = ? WHERE identity = ? AND gone IS NULL", (self._clock(), identity)
-                ).rowcount
+        with self._file.transaction() as connection:
+            missed = connection.execute(
+                "UPDATE checkpoints SET gone = :now WHERE identity = :identity AND gone IS NULL",
+                {"identity": identity, "now": self._clock()},
             )
+        return bool(missed.rowcount)
 
     def checkpoint(self, identity: str) -> Seen | None:
         """One checkpoint; None when it was never seen."""
-        found = self._rows(f"{_CHECKPOINTS} WHERE identity = ?", (identity,))
+        found = self._file.rows("SELECT * FROM checkpoints WHERE identity = :identity", {"identity": identity})
         return _seen(found[0]) if found else None
 
     def checkpoints(self, limit: int | None = None) -> list[Seen]:
         """Those seen, the newest first."""
-        return [_seen(row) for row in self._rows(f"{_CHECKPOINTS} {_NEWEST_FIRST} LIMIT ?", (_most(limit),))]
+        found = self._file.rows(
+            "SELECT * FROM checkpoints ORDER BY coalesce(written, seen) DESC, step DESC, seen DESC, number DESC "
+            "LIMIT :most",
+            {"most": _most(limit)},
+        )
+        return list(map(_seen, found))
 
-    # attempts
+    # --- attempts
 
     def due(self, suite: str, *, limit: int) -> list[Seen]:
         """What has to be evaluated in ``suite`` now, the newest first.
@@ -210,21 +102,26 @@ class Ledger:
         superseded here and now, and so is one in whose place a newer lies: after days without a watch, and behind a
         trainer that is faster than the evaluations, the newest numbers come first and the queue stays short.
         """
-        with self._transaction() as connection:
-            now = self._clock()
-            waiting = [_seen(row) for row in connection.execute(_DUE, {"suite": suite, "now": now, **_RULES})]
-            places: set[tuple[str, str]] = set()
-            due: list[Seen] = []
-            for checkpoint in waiting:
-                place = (checkpoint.host, checkpoint.path)
-                if place in places or self._is_overwritten(connection, checkpoint):
+        rules = {"suite": suite, "most": MOST_ATTEMPTS, "retry": RETRY_SECONDS, "now": self._clock()}
+        if not self._file.rows(_ANYTHING_NEW, rules) and not self._file.rows(_WAITING, rules):
+            return []
+        due: list[Seen] = []
+        with self._file.transaction() as connection:
+            for statement in _QUEUE_WHAT_IS_NEW:
+                connection.execute(statement, rules)
+            for checkpoint in map(_seen, connection.execute(_WAITING, rules).fetchall()):
+                if _is_overwritten(connection, checkpoint):
                     self._supersede(connection, checkpoint, suite, "a newer checkpoint lies in its place")
                 elif len(due) >= limit:
-                    self._supersede(connection, checkpoint, suite, f"{limit} newer checkpoints wait already")
+                    self._supersede(connection, checkpoint, suite, f"{limit} newer ones wait already")
                 else:
                     due.append(checkpoint)
-                places.add(place)
         return due
+
+    def queue(self, suite: str) -> list[Seen]:
+        """What waits in ``suite`` for its turn, the newest first; as :meth:`due`, changing nothing."""
+        rules = {"suite": suite, "most": MOST_ATTEMPTS, "retry": RETRY_SECONDS, "now": self._clock()}
+        return list(map(_seen, self._file.rows(_WAITING, rules)))
 
     def begin(self, identity: str, suite: str, *, number: int | None = None, flow_run: str | None = None) -> Attempt:
         """The open attempt, else a new one; several callers at once get the same.
@@ -233,28 +130,25 @@ class Ledger:
         ended has nothing to do. Raises :class:`LedgerError` for a checkpoint that was never seen, and for a number
         that does not follow on the last one.
         """
-        with self._transaction() as connection:
-            last = self._last(connection, identity, suite)
-            attempt = last
-            if number is not None and last is not None and number < last.number:
-                attempt = self._one(connection, identity, suite, number)
-            following = last is None or not last.is_open
-            wanted = following if number is None else number == (0 if last is None else last.number) + 1
-            if wanted and not following:
-                raise LedgerError(f"attempt {number} at {identity} cannot begin before the one before it has ended")
-            if wanted:
-                attempt = self._new(connection, identity, suite, 1 if last is None else last.number + 1)
-            if attempt is None or (number is not None and attempt.number != number):
-                count = 0 if last is None else last.number
-                raise LedgerError(f"attempt {number} at {identity} is asked for, and {count} were made")
-            if flow_run is not None and attempt.is_open and attempt.flow_run != flow_run:
-                connection.execute(
-                    f"UPDATE attempts SET flow_run = ?, updated = ? WHERE {_KEY}",
-                    (flow_run, self._clock(), *_key(attempt)),
-                )
-                attempt = self._one(connection, *_key(attempt))
-        assert attempt is not None
-        return attempt
+        with self._file.transaction() as connection:
+            last = _last(connection, identity, suite)
+            made = 0 if last is None else last.number
+            if last is not None and last.is_open and number in (None, made):
+                attempt = last
+            elif number is not None and number <= made:
+                attempt = _require(connection, identity, suite, number)
+            elif number in (None, made + 1) and not (last is not None and last.is_open):
+                attempt = self._new(connection, identity, suite, made + 1)
+            else:
+                raise LedgerError(f"attempt {number} at {identity} is asked for, and {made} were begun")
+            if flow_run is None or not attempt.is_open:
+                return attempt
+            connection.execute(
+                "UPDATE attempts SET flow_run = :flow_run, updated = :now "
+                "WHERE identity = :identity AND suite = :suite AND number = :number",
+                _key(attempt) | {"flow_run": flow_run, "now": self._clock()},
+            )
+            return _require(connection, identity, suite, attempt.number)
 
     def advance(
         self, attempt: Attempt, *, state: State | None = None, on: str | None = None, job: str | None = None
@@ -265,13 +159,35 @@ class Ledger:
         """
         if state is not None and state not in OPEN:
             raise LedgerError(f"{state} is a result: finish the attempt")
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             connection.execute(
-                "UPDATE attempts SET state = CASE WHEN ? = 'relayed' THEN 'relayed' ELSE state END, "
-                f"host = coalesce(?, host), job = coalesce(?, job), updated = ? WHERE {_KEY} AND {_IS_OPEN}",
-                (state, on, job, self._clock(), *_key(attempt)),
+                "UPDATE attempts SET state = CASE WHEN :state = 'relayed' THEN 'relayed' ELSE state END, "
+                "host = coalesce(:on, host), job = coalesce(:job, job), updated = :now "
+                "WHERE identity = :identity AND suite = :suite AND number = :number AND state IN ('seen', 'relayed')",
+                _key(attempt) | {"state": state, "on": on, "job": job, "now": self._clock()},
             )
-            return self._require(connection, attempt)
+            return _require(connection, attempt.identity, attempt.suite, attempt.number)
+
+    def postpone(self, attempt: Attempt, *, seconds: float, message: str) -> Attempt:
+        """Record that the run of an open attempt ended without a result and starts again in ``seconds``."""
+        now = self._clock()
+        with self._file.transaction() as connection:
+            connection.execute(
+                "UPDATE attempts SET restarts = restarts + 1, not_before = :next, message = :message, updated = :now "
+                "WHERE identity = :identity AND suite = :suite AND number = :number AND state IN ('seen', 'relayed')",
+                _key(attempt) | {"next": now + seconds, "message": message, "now": now},
+            )
+            return _require(connection, attempt.identity, attempt.suite, attempt.number)
+
+    def resume(self, attempt: Attempt) -> Attempt:
+        """Record that the run of a postponed attempt was started again."""
+        with self._file.transaction() as connection:
+            connection.execute(
+                "UPDATE attempts SET not_before = NULL, updated = :now "
+                "WHERE identity = :identity AND suite = :suite AND number = :number AND state IN ('seen', 'relayed')",
+                _key(attempt) | {"now": self._clock()},
+            )
+            return _require(connection, attempt.identity, attempt.suite, attempt.number)
 
     def finish(
         self,
@@ -284,232 +200,231 @@ class Ledger:
         message: str = "",
     ) -> bool:
         """Record the result of an attempt, once: False when it has one already, which stays."""
-        if state not in RESULTS:
-            raise LedgerError(f"{state} is no result; one of {', '.join(RESULTS)} is")
+        if state in OPEN:
+            raise LedgerError(f"{state} is no result; one of {', '.join(set(get_args(State)) - set(OPEN))} is")
         low, high = ci95 or (None, None)
-        with self._transaction() as connection:
-            self._require(connection, attempt)
+        values = {"state": state, "report": report, "tau": tau, "low": low, "high": high, "message": message}
+        with self._file.transaction() as connection:
+            _require(connection, attempt.identity, attempt.suite, attempt.number)
             recorded = connection.execute(
-                "UPDATE attempts SET state = ?, report = ?, tau = ?, low = ?, high = ?, message = ?, updated = ? "
-                f"WHERE {_KEY} AND {_IS_OPEN}",
-                (state, report, tau, low, high, message, self._clock(), *_key(attempt)),
+                "UPDATE attempts SET state = :state, report = :report, tau = :tau, low = :low, high = :high, "
+                "message = :message, updated = :now "
+                "WHERE identity = :identity AND suite = :suite AND number = :number AND state IN ('seen', 'relayed')",
+                _key(attempt) | values | {"now": self._clock()},
             )
-            return bool(recorded.rowcount)
+        return bool(recorded.rowcount)
 
     def attempts(
         self, identity: str | None = None, suite: str | None = None, limit: int | None = None
     ) -> list[Attempt]:
         """The attempts, the one that changed last first; of one checkpoint, one suite, or both."""
-        return self._attempts(
-            "(?1 IS NULL OR identity = ?1) AND (?2 IS NULL OR suite = ?2)", (identity, suite, _most(limit))
+        found = self._file.rows(
+            "SELECT * FROM attempts WHERE (:identity IS NULL OR identity = :identity) "
+            "AND (:suite IS NULL OR suite = :suite) ORDER BY updated DESC, number DESC, rowid DESC LIMIT :most",
+            {"identity": identity, "suite": suite, "most": _most(limit)},
         )
+        return list(map(_attempt, found))
 
     def open_attempts(self, suite: str | None = None) -> list[Attempt]:
-        """Those without a result, of ``suite`` or of all."""
-        return self._attempts(f"{_IS_OPEN} AND (?1 IS NULL OR suite = ?1 OR ?2 IS NOT NULL)", (suite, None, -1))
-
-    def counts(self, suite: str | None = None) -> dict[State, int]:
-        """How many checkpoints are in which state, by the last attempt at each; without one they are ``seen``."""
-        rows = self._rows(
-            "SELECT coalesce(a.state, 'seen'), count(*) FROM checkpoints c LEFT JOIN attempts a "
-            "ON a.rowid = (SELECT rowid FROM attempts WHERE identity = c.identity AND (?1 IS NULL OR suite = ?1) "
-            "ORDER BY updated DESC, number DESC LIMIT 1) GROUP BY 1",
-            (suite,),
+        """Those without a result, of ``suite`` or of all, the one that changed last first."""
+        found = self._file.rows(
+            "SELECT * FROM attempts INDEXED BY attempts_open WHERE state IN ('seen', 'relayed') "
+            "AND (:suite IS NULL OR suite = :suite) ORDER BY updated DESC, rowid DESC",
+            {"suite": suite},
         )
-        found: dict[State, int] = dict(rows)
-        return {state: found.get(state, 0) for state in get_args(State)}
+        return list(map(_attempt, found))
 
-    # nights
+    def counts(self, suite: str) -> dict[State, int]:
+        """How many checkpoints are in which state, by the last attempt at each; without one they are ``seen``."""
+        found = self._file.rows(
+            "SELECT coalesce(state, 'seen') AS state, count(*) AS number FROM checkpoints LEFT JOIN attempts AS last "
+            "ON (last.identity, last.suite) = (checkpoints.identity, :suite) AND last.number = (SELECT max(number) "
+            "FROM attempts WHERE identity = checkpoints.identity AND suite = :suite) GROUP BY 1",
+            {"suite": suite},
+        )
+        numbers = {row["state"]: row["number"] for row in found}
+        return {state: numbers.get(state, 0) for state in get_args(State)}
+
+    @contextmanager
+    def held(self, attempt: Attempt) -> Iterator[None]:
+        """Nobody else on this machine is at work on ``attempt`` in the block; it ends with the process, however.
+
+        Raises :class:`AttemptHeldError` when somebody is.
+        """
+        descriptor = os.open(self._lock(attempt), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            if not _take(descriptor):
+                raise AttemptHeldError(
+                    f"attempt {attempt.number} at {attempt.identity} is at work in another process; its result comes "
+                    "from there, nothing needs to be done"
+                )
+            yield
+        finally:
+            os.close(descriptor)
+
+    def is_held(self, attempt: Attempt) -> bool:
+        """Whether a process is at work on ``attempt``."""
+        with suppress(AttemptHeldError), self.held(attempt):
+            return False
+        return True
+
+    # --- nights
 
     def night(self, date: str, suite: str) -> dict[str, Any] | None:
         """What was recorded for the night of ``date`` (YYYY-MM-DD); None when nothing was."""
-        found = self._rows("SELECT content FROM nights WHERE (date, suite) = (?, ?)", (date, suite))
-        return json.loads(found[0][0]) if found else None
+        found = self._file.rows(
+            "SELECT content FROM nights WHERE date = :date AND suite = :suite", {"date": date, "suite": suite}
+        )
+        return json.loads(found[0]["content"]) if found else None
 
     def nights(self, suite: str, limit: int | None = None) -> list[tuple[str, dict[str, Any]]]:
         """Every night of a suite with its date, the last one first."""
-        rows = self._rows(
-            "SELECT date, content FROM nights WHERE suite = ? ORDER BY date DESC LIMIT ?", (suite, _most(limit))
+        found = self._file.rows(
+            "SELECT date, content FROM nights WHERE suite = :suite ORDER BY date DESC LIMIT :most",
+            {"suite": suite, "most": _most(limit)},
         )
-        return [(date, json.loads(content)) for date, content in rows]
+        return [(row["date"], json.loads(row["content"])) for row in found]
 
     def record_night(self, date: str, suite: str, content: Mapping[str, Any]) -> bool:
         """Record the night of ``date``, once: False when there is one already, which stays. ``content`` is JSON."""
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             recorded = connection.execute(
-                "INSERT INTO nights VALUES (?, ?, ?, ?) ON CONFLICT DO NOTHING",
-                (date, suite, json.dumps(content), self._clock()),
+                "INSERT INTO nights (date, suite, content, recorded) VALUES (:date, :suite, :content, :now) "
+                "ON CONFLICT DO NOTHING",
+                {"date": date, "suite": suite, "content": json.dumps(content), "now": self._clock()},
             )
-            return bool(recorded.rowcount)
+        return bool(recorded.rowcount)
 
-    # watches
+    # --- watches
 
     def watch(self, source: str) -> Watch | None:
         """What is known of one watch; None when there never was one."""
-        found = self._rows(f"{_WATCHES} WHERE source = ?", (source,))
+        found = self._file.rows("SELECT * FROM watches WHERE source = :source", {"source": source})
         return _watch(found[0]) if found else None
 
     def watches(self) -> list[Watch]:
         """Every watch, by its source."""
-        return [_watch(row) for row in self._rows(f"{_WATCHES} ORDER BY source", ())]
+        return list(map(_watch, self._file.rows("SELECT * FROM watches ORDER BY source", {})))
 
     def record_watch(self, watch: Watch) -> Watch:
         """Record a watch as it is now; ``since`` is kept while its state stays. The watch as it was recorded."""
-        with self._transaction() as connection:
-            found = connection.execute(f"{_WATCHES} WHERE source = ?", (watch.source,)).fetchone()
-            same = found is not None and _watch(found).state == watch.state
-            recorded = replace(watch, since=_watch(found).since if same else self._clock())
+        with self._file.transaction() as connection:
+            row = connection.execute("SELECT * FROM watches WHERE source = ?", (watch.source,)).fetchone()
+            same = row is not None and row["state"] == watch.state
+            recorded = replace(watch, since=row["since"] if same else self._clock())
             connection.execute(
                 "INSERT OR REPLACE INTO watches (source, state, request, looked, message, since, content) "
-                "VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (
-                    *(recorded.source, recorded.state, recorded.request, recorded.looked, recorded.message),
-                    *(recorded.since, json.dumps(recorded.content)),
-                ),
+                "VALUES (:source, :state, :request, :looked, :message, :since, :content)",
+                vars(recorded) | {"content": json.dumps(recorded.content)},
             )
         return recorded
 
     def forget_watch(self, source: str) -> bool:
         """Forget a watch that was ended; True when there was one. Its checkpoints stay."""
-        with self._transaction() as connection:
+        with self._file.transaction() as connection:
             return bool(connection.execute("DELETE FROM watches WHERE source = ?", (source,)).rowcount)
 
-    # the file
+    # --- inside
 
     def _new(self, connection: sqlite3.Connection, identity: str, suite: str, number: int) -> Attempt:
-        known = connection.execute("SELECT 1 FROM checkpoints WHERE identity = ?", (identity,)).fetchone()
-        if known is None:
+        if connection.execute("SELECT 1 FROM checkpoints WHERE identity = ?", (identity,)).fetchone() is None:
             raise LedgerError(f"no checkpoint {identity} was ever seen: record it before it is evaluated")
         connection.execute(
             "INSERT INTO attempts (identity, suite, number, state, updated) VALUES (?, ?, ?, 'seen', ?)",
             (identity, suite, number, self._clock()),
         )
-        attempt = self._one(connection, identity, suite, number)
-        assert attempt is not None
-        return attempt
+        connection.execute("DELETE FROM queue WHERE suite = ? AND identity = ?", (suite, identity))
+        return _require(connection, identity, suite, number)
 
     def _supersede(self, connection: sqlite3.Connection, checkpoint: Seen, suite: str, why: str) -> None:
-        last = self._last(connection, checkpoint.identity, suite)
-        number = 1 if last is None else last.number + 1
-        self._new(connection, checkpoint.identity, suite, number)
+        last = _last(connection, checkpoint.identity, suite)
+        superseded = self._new(connection, checkpoint.identity, suite, 1 if last is None else last.number + 1)
         connection.execute(
-            f"UPDATE attempts SET state = 'superseded', message = ? WHERE {_KEY}",
-            (why, checkpoint.identity, suite, number),
+            "UPDATE attempts SET state = 'superseded', message = :why "
+            "WHERE identity = :identity AND suite = :suite AND number = :number",
+            _key(superseded) | {"why": why},
         )
 
-    def _is_overwritten(self, connection: sqlite3.Connection, checkpoint: Seen) -> bool:
-        newest = connection.execute(
-            f"SELECT identity FROM checkpoints WHERE (host, path) = (?, ?) AND gone IS NULL {_NEWEST_FIRST} LIMIT 1",
-            (checkpoint.host, checkpoint.path),
-        ).fetchone()
-        return bool(newest[0] != checkpoint.identity)
-
-    def _last(self, connection: sqlite3.Connection, identity: str, suite: str) -> Attempt | None:
-        row = connection.execute(
-            f"{_ATTEMPTS} WHERE (identity, suite) = (?, ?) ORDER BY number DESC LIMIT 1", (identity, suite)
-        ).fetchone()
-        return None if row is None else _attempt(row)
-
-    def _one(self, connection: sqlite3.Connection, identity: str, suite: str, number: int) -> Attempt | None:
-        row = connection.execute(f"{_ATTEMPTS} WHERE {_KEY}", (identity, suite, number)).fetchone()
-        return None if row is None else _attempt(row)
-
-    def _require(self, connection: sqlite3.Connection, attempt: Attempt) -> Attempt:
-        found = self._one(connection, *_key(attempt))
-        if found is None:
-            raise LedgerError(f"{self.file} has no attempt {attempt.number} at {attempt.identity}: was it exchanged?")
-        return found
-
-    def _attempts(self, where: str, values: Sequence[Any]) -> list[Attempt]:
-        rows = self._rows(f"{_ATTEMPTS} WHERE {where} ORDER BY updated DESC, rowid DESC LIMIT ?3", values)
-        return [_attempt(row) for row in rows]
-
-    def _rows(self, query: str, values: Sequence[Any]) -> list[Any]:
-        with self._named():
-            return self._connection().execute(query, values).fetchall()
-
-    @contextmanager
-    def _transaction(self) -> Iterator[sqlite3.Connection]:
-        """A connection on which nobody else writes before the block ends; what raises leaves nothing behind."""
-        with self._named():
-            connection = self._connection()
-            connection.execute("BEGIN IMMEDIATE")
-            try:
-                yield connection
-            except BaseException:
-                connection.execute("ROLLBACK")
-                raise
-            connection.execute("COMMIT")
-
-    def _connection(self) -> sqlite3.Connection:
-        """This thread's own; a forked child opens another, because SQLite's cannot be shared with it."""
-        if getattr(self._own, "process", None) != os.getpid():
-            connection = sqlite3.connect(self.file, timeout=BUSY_SECONDS, isolation_level=None)
-            connection.execute("PRAGMA journal_mode = WAL")
-            connection.execute("PRAGMA synchronous = NORMAL")
-            connection.execute("PRAGMA foreign_keys = ON")
-            self._own.connection, self._own.process = connection, os.getpid()
-        found: sqlite3.Connection = self._own.connection
-        return found
-
-    @contextmanager
-    def _named(self) -> Iterator[None]:
-        """Say what an error of SQLite means here."""
-        try:
-            yield
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error) or "busy" in str(error):
-                raise LedgerBusyError(
-                    f"{self.file} was locked for {BUSY_SECONDS:.0f} s: another process of this program holds it and "
-                    "does not go on; end it (`fuser` names it) and try again"
-                ) from error
-            raise LedgerError(
-                f"{self.file}: {error}; make its folder writable and its disk less full, then try again"
-            ) from error
-        except sqlite3.DatabaseError as error:
-            raise LedgerError(
-                f"{self.file} is damaged ({error}): move it away together with its -wal and -shm files; the next look "
-                "begins a new one, and what has a report is then asked for again"
-            ) from error
+    def _lock(self, attempt: Attempt) -> Path:
+        folder = self._file.path.parent / "attempts"
+        folder.mkdir(mode=0o700, exist_ok=True)
+        key = json.dumps([attempt.identity, attempt.suite, attempt.number])
+        return folder / hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
-_CHECKPOINTS = "SELECT host, path, identity, step, seen, written, gone FROM checkpoints"
-_NEWEST_FIRST = "ORDER BY coalesce(written, seen) DESC, step DESC, seen DESC, rowid DESC"
-_ATTEMPTS = (
-    "SELECT identity, suite, number, state, host, job, flow_run, report, tau, low, high, message, updated FROM attempts"
+_SEEN = tuple(field.name for field in fields(Seen))
+_ANYTHING_NEW = """
+SELECT 1 FROM checkpoints WHERE number > coalesce((SELECT queued_to FROM suites WHERE suite = :suite), 0) LIMIT 1
+"""
+_QUEUE_WHAT_IS_NEW = (
+    """
+    INSERT INTO queue (suite, identity) SELECT :suite, identity FROM checkpoints
+    WHERE number > coalesce((SELECT queued_to FROM suites WHERE suite = :suite), 0)
+    AND NOT EXISTS (SELECT 1 FROM attempts WHERE identity = checkpoints.identity AND suite = :suite)
+    """,
+    "INSERT OR REPLACE INTO suites (suite, queued_to) SELECT :suite, max(number) FROM checkpoints HAVING count(*) > 0",
 )
-_WATCHES = "SELECT source, state, request, looked, message, since, content FROM watches"
-_KEY = "identity = ? AND suite = ? AND number = ?"
-_IS_OPEN = "state IN ('seen', 'relayed')"
-_RULES = {"most": MOST_ATTEMPTS, "retry": RETRY_SECONDS}
-_DUE = f"""
-SELECT c.host, c.path, c.identity, c.step, c.seen, c.written, c.gone FROM checkpoints c LEFT JOIN attempts a
-ON (a.identity, a.suite) = (c.identity, :suite)
-AND a.number = (SELECT max(number) FROM attempts WHERE (identity, suite) = (c.identity, :suite))
-WHERE c.gone IS NULL AND (
-    a.number IS NULL
-    OR (a.state = 'failed' AND a.number < :most AND a.updated + :retry * (1 << (2 * (a.number - 1))) <= :now)
+_WAITING = """
+WITH waiting AS (
+    SELECT identity FROM queue WHERE suite = :suite
+    UNION SELECT identity FROM attempts AS last WHERE suite = :suite AND state = 'failed' AND number < :most
+    AND updated + :retry * (1 << (2 * (number - 1))) <= :now
+    AND NOT EXISTS (SELECT 1 FROM attempts WHERE identity = last.identity AND suite = :suite AND number > last.number)
 )
-{_NEWEST_FIRST.replace("rowid", "c.rowid")}
+SELECT checkpoints.* FROM waiting JOIN checkpoints USING (identity) WHERE gone IS NULL
+ORDER BY coalesce(written, seen) DESC, step DESC, seen DESC, number DESC
 """
 
 
-def _seen(row: Sequence[Any]) -> Seen:
-    return Seen(*row)
+def _is_overwritten(connection: sqlite3.Connection, checkpoint: Seen) -> bool:
+    newest = connection.execute(
+        "SELECT identity FROM checkpoints WHERE host = :host AND path = :path AND gone IS NULL "
+        "ORDER BY coalesce(written, seen) DESC, seen DESC, number DESC LIMIT 1",
+        vars(checkpoint),
+    ).fetchone()
+    return bool(newest["identity"] != checkpoint.identity)
 
 
-def _attempt(row: Sequence[Any]) -> Attempt:
-    *fields, low, high, message, updated = row
-    return Attempt(*fields, None if low is None else (low, high), message, updated)
+def _last(connection: sqlite3.Connection, identity: str, suite: str) -> Attempt | None:
+    row = connection.execute(
+        "SELECT * FROM attempts WHERE identity = ? AND suite = ? ORDER BY number DESC LIMIT 1", (identity, suite)
+    ).fetchone()
+    return None if row is None else _attempt(row)
 
 
-def _watch(row: Sequence[Any]) -> Watch:
-    *fields, content = row
-    return Watch(*fields, content=json.loads(content))
+def _require(connection: sqlite3.Connection, identity: str, suite: str, number: int) -> Attempt:
+    row = connection.execute(
+        "SELECT * FROM attempts WHERE identity = ? AND suite = ? AND number = ?", (identity, suite, number)
+    ).fetchone()
+    if row is None:
+        raise LedgerError(f"the ledger has no attempt {number} at {identity}: was its file exchanged?")
+    return _attempt(row)
 
 
-def _key(attempt: Attempt) -> tuple[str, str, int]:
-    return attempt.identity, attempt.suite, attempt.number
+def _seen(row: sqlite3.Row) -> Seen:
+    return Seen(**{name: row[name] for name in _SEEN})
+
+
+def _attempt(row: sqlite3.Row) -> Attempt:
+    fields = dict(row)
+    on, low, high = fields.pop("host"), fields.pop("low"), fields.pop("high")
+    return Attempt(**fields, on=on, ci95=None if low is None else (low, high))
+
+
+def _watch(row: sqlite3.Row) -> Watch:
+    return Watch(**dict(row) | {"content": json.loads(row["content"])})
+
+
+def _take(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _key(attempt: Attempt) -> dict[str, Any]:
+    return {"identity": attempt.identity, "suite": attempt.suite, "number": attempt.number}
 
 
 def _most(limit: int | None) -> int:
