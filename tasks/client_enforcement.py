@@ -81,8 +81,11 @@ class LocalBudget:
         """Refuse a file that is not what was first found under ``path``, over all sessions of this grant.
 
         Below a ``root`` files come and grow while they are watched: there each stat of the caller (``renew``) says anew
-        what the file has to stay, for as long as the session lasts.
+        what the file has to stay, for as long as the session lasts. A job's log grows also while it is read, as in the
+        gate.
         """
+        if path.endswith("/output.log"):
+            identity = (*identity[:2], 0, 0)
         if self._approval.grant.root is not None:
             if renew or path not in self._seen:
                 self._seen[path] = tuple(identity)

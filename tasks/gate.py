@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
@@ -31,6 +31,9 @@ class Stat(BaseModel):
     device: int
 
 
+StatReply = TypeVar("StatReply", bound=Stat)
+
+
 def _file_name(name: str) -> str:
     if name in ("", ".", "..") or "/" in name or "\0" in name:
         raise ValueError("no directory holds an entry of that name")
@@ -41,6 +44,17 @@ class Entry(Stat):
     """One entry of a directory; a symbolic link is ``other``."""
 
     name: Annotated[str, AfterValidator(_file_name)]
+
+
+class JobRecord(Stat):
+    """What a ``job.json`` is, and what its host can tell of the job; None where the gate there is too old to tell."""
+
+    now: float | None = None
+    """The host's own clock, seconds since the epoch."""
+    boot: str | None = None
+    """The host's boot."""
+    lives: bool | None = None
+    """Whether the job's first process lives, which no other that got its id is taken for."""
 
 
 class _Entries(BaseModel):
@@ -105,7 +119,12 @@ class GateSession:
 
     def stat(self, path: str) -> Stat:
         with self._until_it_breaks():
-            return self._stat(path, renew=True)
+            return self._stat(path, renew=True, model=Stat)
+
+    def stat_job(self, path: str) -> JobRecord:
+        """Stat the ``job.json`` at ``path``, which tells also whether its job lives."""
+        with self._until_it_breaks():
+            return self._stat(path, renew=True, model=JobRecord)
 
     def list(self, path: str) -> tuple[Entry, ...]:
         """The entries of a directory, by name."""
@@ -187,8 +206,8 @@ class GateSession:
     def _send(self, **request: Any) -> None:
         self._channel.send(json.dumps(request, separators=(",", ":")).encode("ascii"))
 
-    def _stat(self, path: str, *, renew: bool) -> Stat:
-        found = self._ask(Stat, verb="stat", path=path)
+    def _stat(self, path: str, *, renew: bool, model: type[StatReply]) -> StatReply:
+        found = self._ask(model, verb="stat", path=path)
         if self._budget is not None and found.kind == "file":
             self._budget.check_same(path, (found.device, found.inode, found.size, found.mtime_ns), renew=renew)
         return found
@@ -196,7 +215,7 @@ class GateSession:
     def _debit(self, path: str, length: int | None = None) -> None:
         """Have ``length`` bytes, by default the whole file, taken from a budget that is kept here."""
         if self._budget is not None:
-            size = self._stat(path, renew=False).size
+            size = self._stat(path, renew=False, model=Stat).size
             self._budget.debit(size if length is None else length)
 
     def _release(self) -> None:

@@ -54,6 +54,8 @@ class HostKeyError(DFlashError):
 class ConnectionFailed(DFlashError):
     """A host could not be reached or did not let the operator in."""
 
+    state_name = "HostUnreachable"
+
 
 class Connector:
     """Opens connections and ssh processes to the hosts of one inventory.
