@@ -1,13 +1,15 @@
 """Two reports on the same prompts: the difference, its interval, and whether it means anything. Imports no torch."""
 
-from collections.abc import Callable, Sequence
+import hashlib
+import json
+from collections.abc import Callable
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
 from dflash.errors import DFlashError
 from dflash.metrics import FEWEST_PROMPTS, Totals, compare
-from dflash.report import Comparison, PromptResult, Report
+from dflash.report import Comparison, Report
 
 
 class NotComparableError(DFlashError):
@@ -90,14 +92,36 @@ def compare_reports(ours: Report, theirs: Report) -> ReportComparison:
     return ReportComparison(
         ours=_name(ours),
         theirs=_name(theirs),
-        comparison=compare(_totals(ours.prompts), _totals(theirs.prompts), seed=ours.settings.seed),
+        comparison=compare(totals(ours), totals(theirs), seed=ours.settings.seed),
         notes=notes,
         prompts=prompts,
     )
 
 
-def _totals(prompts: Sequence[PromptResult]) -> Totals:
-    return {one.id: (round(one.tau * one.rounds), one.rounds) for one in prompts if one.tau is not None}
+def comparison_key(report: Report) -> str:
+    """sha256 of all that must be equal: reports with the same key can be compared."""
+    agreed = [(what, str(of(report))) for what, of in _MUST_AGREE]
+    return hashlib.sha256(json.dumps(agreed).encode()).hexdigest()
+
+
+def totals(report: Report) -> Totals:
+    """Σ advance and rounds of every prompt that has a round."""
+    return {one.id: (round(one.tau * one.rounds), one.rounds) for one in report.prompts if one.tau is not None}
+
+
+def reference_totals(report: Report) -> Totals:
+    """The same of the reference drafter, which walked the same completions; empty where the report does not say.
+
+    Both emit the same tokens of a prompt, so the reference's τ gives its rounds. With a limit of rounds each drafter
+    gets as far as it gets, and this is empty.
+    """
+    if report.settings.max_blocks is not None:
+        return {}
+    return {
+        one.id: (round(one.tau * one.rounds), round(one.tau * one.rounds / one.reference_tau))
+        for one in report.prompts
+        if one.tau is not None and one.reference_tau
+    }
 
 
 def _ids(report: Report) -> list[str]:
