@@ -7,6 +7,7 @@ class Refused(DFlashError):
     """The guard refused an action on a protected host; nothing was done there."""
 
     exit_code = 77
+    state_name = "Refused"
 
     def __init__(self, message: str, *, request_id: str | None = None) -> None:
         super().__init__(message)
@@ -16,6 +17,10 @@ class Refused(DFlashError):
 class HostBusy(Refused):
     """No session slot is free on the host; it can be tried again."""
 
+    state_name = "HostBusy"
+
 
 class FileChanged(Refused):
     """A file is not any more what was first seen of it under the approval."""
+
+    state_name = "SourceChanged"

@@ -36,7 +36,13 @@ class AttemptHeldError(LedgerError):
 
 
 class Ledger:
-    """The ledger of one state folder; :meth:`open` makes it."""
+    """The ledger of one state folder; :meth:`open` makes it.
+
+    Whoever evaluates a checkpoint that was seen takes an attempt by :meth:`begin`, has nothing to do when that has
+    ended, holds it (:meth:`held`) while at work, says how far it is (:meth:`advance`), and records what came of it
+    (:meth:`finish`). One that leaves it open without a result, because a host is away or an approval is missing, is
+    started again by the watch.
+    """
 
     def __init__(self, file: LedgerFile, clock: Callable[[], float]) -> None:
         self._file, self._clock = file, clock
@@ -300,11 +306,11 @@ class Ledger:
     def watch(self, source: str) -> Watch | None:
         """What is known of one watch; None when there never was one."""
         found = self._file.rows("SELECT * FROM watches WHERE source = :source", {"source": source})
-        return _watch(found[0]) if found else None
+        return Watch(**found[0]) if found else None
 
     def watches(self) -> list[Watch]:
         """Every watch, by its source."""
-        return list(map(_watch, self._file.rows("SELECT * FROM watches ORDER BY source", {})))
+        return [Watch(**row) for row in self._file.rows("SELECT * FROM watches ORDER BY source", {})]
 
     def record_watch(self, watch: Watch) -> Watch:
         """Record a watch as it is now; ``since`` is kept while its state stays. The watch as it was recorded."""
@@ -313,16 +319,29 @@ class Ledger:
             same = row is not None and row["state"] == watch.state
             recorded = replace(watch, since=row["since"] if same else self._clock())
             connection.execute(
-                "INSERT OR REPLACE INTO watches (source, state, request, looked, message, since, content) "
-                "VALUES (:source, :state, :request, :looked, :message, :since, :content)",
-                vars(recorded) | {"content": json.dumps(recorded.content)},
+                "INSERT OR REPLACE INTO watches (source, state, request, looked, message, since) "
+                "VALUES (:source, :state, :request, :looked, :message, :since)",
+                vars(recorded),
             )
         return recorded
 
     def forget_watch(self, source: str) -> bool:
         """Forget a watch that was ended; True when there was one. Its checkpoints stay."""
         with self._file.transaction() as connection:
+            connection.execute("DELETE FROM memories WHERE source = ?", (source,))
             return bool(connection.execute("DELETE FROM watches WHERE source = ?", (source,)).rowcount)
+
+    def memory(self, source: str) -> dict[str, Any]:
+        """What the watch of ``source`` remembers from look to look; empty when nothing."""
+        found = self._file.rows("SELECT content FROM memories WHERE source = :source", {"source": source})
+        return json.loads(found[0]["content"]) if found else {}
+
+    def remember(self, source: str, content: Mapping[str, Any]) -> None:
+        """Keep ``content``, which is JSON, as :meth:`memory`."""
+        with self._file.transaction() as connection:
+            connection.execute(
+                "INSERT OR REPLACE INTO memories (source, content) VALUES (?, ?)", (source, json.dumps(content))
+            )
 
     # --- inside
 
@@ -409,10 +428,6 @@ def _attempt(row: sqlite3.Row) -> Attempt:
     fields = dict(row)
     on, low, high = fields.pop("host"), fields.pop("low"), fields.pop("high")
     return Attempt(**fields, on=on, ci95=None if low is None else (low, high))
-
-
-def _watch(row: sqlite3.Row) -> Watch:
-    return Watch(**dict(row) | {"content": json.loads(row["content"])})
 
 
 def _take(descriptor: int) -> bool:

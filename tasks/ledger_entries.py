@@ -1,8 +1,7 @@
 """What stands in the ledger: checkpoints, attempts at them, and the watches that find them."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Literal
 
 State = Literal["seen", "relayed", "evaluated", "invalid", "failed", "superseded"]
 OPEN: tuple[State, ...] = ("seen", "relayed")
@@ -68,5 +67,3 @@ class Watch:
     message: str = ""
     since: float = 0.0
     """When it came into ``state``."""
-    content: Mapping[str, Any] = field(default_factory=dict)
-    """What the watch itself remembers from look to look, JSON."""

@@ -42,9 +42,9 @@ CREATE TABLE nights (
     date TEXT NOT NULL, suite TEXT NOT NULL, content TEXT NOT NULL, recorded REAL NOT NULL, PRIMARY KEY (date, suite)
 ) STRICT;
 CREATE TABLE watches (
-    source TEXT PRIMARY KEY, state TEXT NOT NULL, request TEXT, looked REAL, message TEXT NOT NULL,
-    since REAL NOT NULL, content TEXT NOT NULL
+    source TEXT PRIMARY KEY, state TEXT NOT NULL, request TEXT, looked REAL, message TEXT NOT NULL, since REAL NOT NULL
 ) STRICT;
+CREATE TABLE memories (source TEXT PRIMARY KEY, content TEXT NOT NULL) STRICT;
 """
 
 

@@ -50,9 +50,13 @@ NETWORK_ERRORS = (paramiko.SSHException, OSError, EOFError)
 class HostKeyError(DFlashError):
     """A server showed a key that is not pinned for the host; nothing was authenticated."""
 
+    state_name = "HostKeyMismatch"
+
 
 class ConnectionFailed(DFlashError):
     """A host could not be reached or did not let the operator in."""
+
+    state_name = "HostUnreachable"
 
     state_name = "HostUnreachable"
 
