@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 from dflash.errors import UsageError
 from flows.prefect_home import configure_prefect
@@ -70,8 +71,9 @@ def _schedule(name: str, nightly: Nightly | None) -> dict[str, Any]:
     from prefect.schedules import Cron
 
     try:
+        ZoneInfo(nightly.timezone)
         schedule = Cron(nightly.cron, timezone=nightly.timezone)
-    except ValueError as error:
+    except (ValueError, ZoneInfoNotFoundError) as error:
         raise UsageError(
             f"no schedule can be made of '{escape(nightly.cron)}' in the timezone '{escape(nightly.timezone)}': write "
             "them as in '30 2 * * *' and Europe/Berlin"

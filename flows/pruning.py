@@ -36,5 +36,5 @@ def settings(keep: Retention, *, every: float = HOUR) -> dict[str, str]:
         f"{vacuum}_LOOP_SECONDS": f"{every:g}",
         f"{vacuum}_RETENTION_PERIOD": f"{round(keep.runs * DAY)}",
         f"{vacuum}_EVENT_RETENTION_OVERRIDES": f'{{"prefect.flow-run.heartbeat": {HOUR}}}',
-        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"{round(keep.events * DAY)}",
+        "PREFECT_SERVER_EVENTS_RETENTION_PERIOD": f"PT{round(keep.events * DAY)}S",
     }
