@@ -113,6 +113,7 @@ class Guard(Section):
     """Who may approve."""
 
     ca_public_key: SigningKey
+    """The public half of the key that signs approvals, made for nothing else."""
     ca_key: LocalPath | None = None
     """The operator's private key; named only on the machine where approvals are given."""
     lab: bool = False
@@ -120,46 +121,65 @@ class Guard(Section):
     two_person: bool = False
     """Every approval also needs the signature of one of :attr:`second_persons`."""
     second_persons: dict[HostName, SigningKey] = {}
+    """Name and public key of everybody who may sign as the second."""
 
 
 class Alias(Section):
     """Another name of a host, or another sshd on it with an address and keys of its own."""
 
     name: HostName
+    """What it may be called in commands."""
     address: Address | None = None
+    """Of its own sshd; none: only another name."""
     port: Port = 22
+    """Of that sshd."""
     host_keys: tuple[PublicKey, ...] = ()
+    """The keys of that sshd."""
 
 
 class Server(Section):
     """The inference server that already runs on the host."""
 
     kind: Literal["sglang", "vllm"]
+    """Which counters and options it has."""
     url: str = Field(pattern=r"^https?://[^\s]+$")
+    """Where it answers, as the host itself sees it."""
 
 
 class Gpu(Section):
     """How an evaluation may use the host's accelerator."""
 
     device: str = "auto"
+    """``auto`` (the GPU with the most free memory, else the CPU), ``cpu``, ``cuda`` or ``cuda:N``."""
     reserve_gib: float = Field(default=0.0, ge=0)
+    """GiB of the free memory that an evaluation leaves to others."""
     kernel: Literal["auto", "fla", "torch"] = "auto"
+    """How linear attention is computed; the kernel of the training, or the taps differ."""
     dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What the target computes in."""
     offload: Literal["auto"] | bool = "auto"
+    """Stream the target's layers from its files, for a GPU that cannot hold them."""
 
 
 class Host(Section):
     """One machine. A training host is protected; nothing can switch that off."""
 
     name: HostName
+    """Its key in the file."""
     role: Literal["training", "inference"]
+    """``training`` is protected: nothing happens there that was not approved."""
     address: Address
+    """Name or address of its sshd."""
     aliases: tuple[Alias, ...] = ()
+    """Its other names and sshds."""
     port: Port = 22
+    """Of its sshd."""
     user: Word
+    """Who to log in as."""
     identity_file: LocalPath | None = None
     """Private key of the ordinary login; none leaves it to the ssh configuration."""
     host_keys: tuple[PublicKey, ...] = ()
+    """The keys it may show; any other is refused. Of a protected host, all it has."""
     source_addresses: tuple[Network, ...] = ()
     """This machine as the host sees it; an approval is valid from there only."""
     enforcement: Enforcement = "host"
@@ -173,13 +193,21 @@ class Host(Section):
     read_limit: Rate = 200_000_000
     """Bytes a second that are read there at most."""
     checkpoints: RemotePath | None = None
+    """Where its training writes checkpoints."""
     environments: RemotePath | None = None
+    """Virtual environments; ``current/bin/dflash`` there is what runs."""
     jobs: RemotePath | None = None
+    """A folder for each launched job."""
     cache: RemotePath | None = None
+    """Relayed drafters, hidden states and completions."""
     target: RemotePath | None = None
+    """The target, a folder of Hugging Face layout."""
     reference: RemotePath | None = None
+    """The reference drafter, a folder as well."""
     server: Server | None = None
+    """The server that runs there; it writes the reference completions."""
     gpu: Gpu = Gpu()
+    """How an evaluation may use the accelerator."""
 
     @property
     def protected(self) -> bool:
@@ -206,20 +234,30 @@ class Staging(Section):
     """The object store that large checkpoints may go through."""
 
     kind: Literal["s3"]
+    """The protocol."""
     bucket: str
+    """It must exist."""
     prefix: str = ""
+    """What every key begins with."""
     endpoint_url: str | None = None
+    """Of a store that is not Amazon's; every host must reach it under this name."""
     profile: str | None = None
+    """Of the operator's AWS configuration; the hosts get no credentials."""
     checksums: Literal["when_required", "when_supported"] = "when_required"
+    """As boto3 has it; many stores take ``when_required`` only."""
 
 
 class Inventory(Section):
     """The whole file."""
 
     version: Literal[1]
+    """Of this layout."""
     guard: Guard
+    """Who may approve."""
     hosts: Annotated[dict[HostName, Host], Field(min_length=1)]
+    """The machines by name."""
     staging: Staging | None = None
+    """For relays through an object store."""
     notify: tuple[BlockName, ...] = ()
     """Prefect notification blocks that are told what a person has to know."""
 

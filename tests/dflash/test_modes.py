@@ -16,7 +16,7 @@ from tests.dflash.pairs import write_drafter, write_prompts, write_target
 from tests.dflash.servers import Rounds, servers, speculating_sglang
 
 
-@pytest.fixture(scope="module", params=["dense", "hybrid"])
+@pytest.fixture(scope="module", params=[pytest.param("dense", marks=pytest.mark.slow), "hybrid"])
 def files(request, tmp_path_factory):
     directory = tmp_path_factory.mktemp(request.param)
     write_target(directory / "target", hybrid=request.param == "hybrid")
