@@ -5,7 +5,9 @@ import typer
 from flows import cli_audit, cli_guard, cli_hosts, cli_lab
 from flows.cli_evaluate import evaluate
 from flows.cli_relay import relay
+from flows.cli_status import status
 from flows.demo import demo
+from flows.serve import serve
 
 app = typer.Typer(
     help="Move checkpoints to where they can be measured, and measure them; never disturb the training host.",
@@ -14,6 +16,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.add_typer(cli_lab.app, name="lab")
+app.command()(serve)
+app.command()(status)
 app.add_typer(cli_hosts.hosts_app, name="hosts")
 app.command()(relay)
 app.command()(evaluate)

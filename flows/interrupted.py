@@ -7,11 +7,12 @@ whoever waits for it may know.
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
+    from prefect.client.schemas.objects import State
 
 STATE = "Vanished"
 RUN_VARIABLE = b"PREFECT__FLOW_RUN_ID="
@@ -40,7 +41,9 @@ def settle(client: "SyncPrefectClient", deployments: Collection[UUID]) -> list[U
     living = alive()
     gone = [run.id for run in runs if str(run.id) not in living]
     for run in gone:
-        state = Crashed(name=STATE, message="nothing runs it any more: this machine or dflash-ops serve went down")
+        state: State[Any] = Crashed(
+            name=STATE, message="nothing runs it any more: this machine or dflash-ops serve went down"
+        )
         client.set_flow_run_state(run, state, force=True)
     return gone
 

@@ -1,0 +1,191 @@
+"""What there is to know at a glance, gathered from the state folder and the Prefect server; no host is asked.
+
+Everything here comes from files of this machine but the queue, which a server that does not answer leaves out.
+"""
+
+import json
+import os
+import time
+import urllib.request
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from flows.prefect_home import serving
+from tasks.actions import ReadGrant
+from tasks.approvals import ApprovalStore
+from tasks.audit import Audit
+from tasks.credentials import Approval
+from tasks.inventory import Inventory
+from tasks.ledger import Attempt, Ledger, Watch
+
+DAY = 86_400
+WARN_SECONDS = 2 * DAY
+"""A grant that ends sooner is said to."""
+NUMBERS, RUNS = 8, 12
+GOING = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
+API_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class HostRow:
+    """A host, and the last thing that is known of it."""
+
+    name: str
+    role: str
+    address: str
+    protected: bool
+    known: str
+    since: float | None
+
+
+@dataclass(frozen=True)
+class RunRow:
+    """A flow run that runs or is due."""
+
+    name: str
+    state: str
+    since: float | None
+
+
+@dataclass(frozen=True)
+class Queue:
+    """What Prefect has to do; ``problem`` says why it is not known."""
+
+    api: str | None
+    problem: str = ""
+    going: list[RunRow] = field(default_factory=list)
+    waiting: list[RunRow] = field(default_factory=list)
+    next: RunRow | None = None
+    """The first that is scheduled for later."""
+
+
+@dataclass(frozen=True)
+class Number:
+    """The last attempt at a checkpoint that has a result."""
+
+    place: str
+    step: int | None
+    state: str
+    tau: float | None
+    ci95: tuple[float, float] | None
+    on: str | None
+    report: str | None
+    message: str
+    updated: float
+
+
+@dataclass(frozen=True)
+class GrantRow:
+    """A standing approval in force."""
+
+    id: str
+    host: str
+    where: str
+    not_after: float
+    ends_soon: bool
+
+
+@dataclass(frozen=True)
+class Status:
+    """One look at everything."""
+
+    time: float
+    hosts: list[HostRow]
+    watches: list[Watch]
+    queue: Queue
+    checkpoints: dict[str, dict[str, int]]
+    """By the digest of the suite: how many checkpoints are in which state."""
+    numbers: list[Number]
+    grants: list[GrantRow]
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain JSON, for other programs."""
+        return asdict(self)
+
+
+def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, state: Path | None = None) -> Status:
+    """One look; ``state`` is the state folder's, by default this user's."""
+    now = clock()
+    ledger = Ledger.open(state)
+    watches = ledger.watches()
+    attempts = ledger.attempts(limit=20 * NUMBERS)
+    ended = [attempt for attempt in attempts if not attempt.is_open]
+    suites = dict.fromkeys(attempt.suite for attempt in attempts)
+    return Status(
+        time=now,
+        hosts=hosts(inventory, watches, ended),
+        watches=watches,
+        queue=queue(os.environ.get("PREFECT_API_URL") or serving(), now),
+        checkpoints={suite: {str(state): n for state, n in ledger.counts(suite).items()} for suite in suites},
+        numbers=[_number(ledger, attempt) for attempt in ended if attempt.state != "superseded"][:NUMBERS],
+        grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
+    )
+
+
+def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> list[HostRow]:
+    """Every host with what the last look or the last evaluation says of it."""
+    known: dict[str, tuple[str, float | None]] = {}
+    for attempt in reversed(ended):
+        if attempt.on is not None:
+            known[attempt.on] = (f"last evaluation: {attempt.state}", attempt.updated)
+    for watch in watches:
+        known[watch.source.partition(":")[0]] = (watch.state, watch.looked or watch.since)
+    return [
+        HostRow(host.name, host.role, host.address, host.protected, *known.get(host.name, ("–", None)))
+        for host in inventory.hosts.values()
+    ]
+
+
+def queue(api: str | None, now: float) -> Queue:
+    """The runs of the Prefect server at ``api`` that are going, waiting, and next."""
+    if api is None:
+        return Queue(None, "no dflash-ops serve runs over this state folder")
+    try:
+        going = [_run(run) for run in _runs(api, GOING, "START_TIME_ASC")]
+        due = [_run(run) for run in _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")]
+    except (OSError, ValueError) as error:
+        return Queue(api, f"it does not answer ({getattr(error, 'reason', None) or error})")
+    later = [run for run in due if run.since is not None and run.since > now]
+    return Queue(api, "", going, [run for run in due if run not in later], later[0] if later else None)
+
+
+def _runs(api: str, states: tuple[str, ...], sort: str) -> list[dict[str, Any]]:
+    question = {"flow_runs": {"state": {"type": {"any_": list(states)}}}, "sort": sort, "limit": RUNS}
+    request = urllib.request.Request(  # noqa: S310 - http only, the server of PREFECT_API_URL
+        f"{api}/flow_runs/filter", json.dumps(question).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=API_SECONDS) as answer:  # noqa: S310
+        found: list[dict[str, Any]] = json.load(answer)
+    return found
+
+
+def _run(run: dict[str, Any]) -> RunRow:
+    when = run.get("start_time") or run.get("next_scheduled_start_time") or run.get("expected_start_time")
+    since = None if when is None else datetime.fromisoformat(when).astimezone(UTC).timestamp()
+    return RunRow(str(run["name"]), str(run.get("state_name") or run.get("state_type")), since)
+
+
+def _number(ledger: Ledger, attempt: Attempt) -> Number:
+    checkpoint = ledger.checkpoint(attempt.identity)
+    place = attempt.identity if checkpoint is None else f"{checkpoint.host}:{checkpoint.path}"
+    step = None if checkpoint is None else checkpoint.step
+    return Number(
+        place=place,
+        step=step,
+        state=attempt.state,
+        tau=attempt.tau,
+        ci95=attempt.ci95,
+        on=attempt.on,
+        report=attempt.report,
+        message=attempt.message,
+        updated=attempt.updated,
+    )
+
+
+def _grant(approval: Approval, now: float) -> GrantRow:
+    grant: ReadGrant = approval.grant
+    where = grant.root or ", ".join(grant.paths)
+    return GrantRow(approval.id, grant.host, where, approval.not_after, approval.not_after - now < WARN_SECONDS)
