@@ -5,7 +5,6 @@ The program is ``deploy/host/facts.py``; what it prints is read here into :class
 """
 
 import json
-from collections.abc import Sequence
 from importlib.resources import files
 from typing import Annotated, Any, Literal
 
@@ -133,13 +132,11 @@ class Facts(_Told):
     cpus: int
     memory: Memory | None
     disks: dict[str, Disk | None]
-    code: dict[str, str | None] = {}
-    """sha256 of what lies at each path asked for."""
     pythons: tuple[Python, ...] | None = Field(strict=False)
     """The newest first."""
     gpus: tuple[GpuFacts, ...] | None = Field(strict=False)
     user_manager: bool | None
-    """Whether ``systemd-run --user`` starts what outlives the login."""
+    """Whether systemd's user manager keeps what outlives the login."""
     uv: Tool | None = None
     nvcc: Tool | None = None
     server: ServerFacts | None = None
@@ -163,11 +160,9 @@ class Questions(_Told):
     """A venv whose packages are looked at."""
     kernel: bool = False
     """Try in :attr:`environment` that fla's kernels load; takes half a minute."""
-    code: tuple[str, ...] = ()
-    """Files and folders to digest."""
 
 
-def questions(host: Host, *, index: str | None = None, kernel: bool = False, code: Sequence[str] = ()) -> Questions:
+def questions(host: Host, *, index: str | None = None, kernel: bool = False) -> Questions:
     """What there is to ask about ``host``, by its entry in hosts.yaml; ``index`` is the URL of a package index."""
     folders = (host.checkpoints, host.environments, host.jobs, host.cache, host.target)
     return Questions(
@@ -176,7 +171,6 @@ def questions(host: Host, *, index: str | None = None, kernel: bool = False, cod
         index=index,
         environment=None if host.environments is None else f"{host.environments.rstrip('/')}/current",
         kernel=kernel,
-        code=tuple(code),
     )
 
 

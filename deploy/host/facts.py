@@ -2,7 +2,7 @@
 
 Runs as ``python3 -I -c <this text> QUESTIONS``, so it takes the standard library alone (Python 3.9 or newer).
 QUESTIONS is JSON: ``disks`` (paths), ``server`` and ``index`` (URLs or null), ``environment`` (a venv or null),
-``kernel`` (whether to try in that venv that fla's kernels load, which takes half a minute), ``code`` (paths to digest).
+``kernel`` (whether to try in that venv that fla's kernels load, which takes half a minute).
 What cannot be found out is null; what was expected and failed stands in ``problems`` as well.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import concurrent.futures
 import glob
-import hashlib
 import json
 import os
 import platform
@@ -27,7 +26,6 @@ VERSION += "all(map(u.find_spec, ('venv', 'ensurepip')))]))"
 PACKAGES = "import json, importlib.metadata as m; print(json.dumps({d.name: d.version for d in m.distributions() "
 PACKAGES += "if d.name in ('torch', 'triton', 'transformers', 'flash-linear-attention', 'dflash-pipeline')}))"
 KERNEL = "import torch; from fla.ops.gated_delta_rule import chunk_gated_delta_rule; assert torch.cuda.is_available()"
-MOST_FILES, MOST_BYTES = 10_000, 1 << 30
 problems = []
 
 
@@ -108,12 +106,17 @@ def memory():
 
 
 def user_manager():
-    """Whether systemd starts what outlives this login: tried with a program that does nothing."""
-    folder = f"/run/user/{os.getuid()}"
-    if not os.path.isdir(folder) or shutil.which("systemd-run") is None:
+    """Whether systemd keeps what outlives this login: tried with a program that does nothing."""
+    folder, user = f"/run/user/{os.getuid()}", pwd.getpwuid(os.getuid()).pw_name
+    if shutil.which("systemd-run") is None or not os.path.isdir(folder):
         return False
-    os.environ["XDG_RUNTIME_DIR"] = folder
-    return told(["systemd-run", "--user", "--scope", "--quiet", "--collect", "true"]) is not None
+    argv = ["env", f"XDG_RUNTIME_DIR={folder}", "systemd-run", "--user", "--scope", "--quiet", "--collect", "true"]
+    if told(argv, quiet=True) is None:
+        return False
+    if os.path.exists(f"/var/lib/systemd/linger/{user}"):
+        return True
+    problem(f"systemd's user manager ends with the login, and jobs in it: loginctl enable-linger {user}")
+    return False
 
 
 def answers(url, seconds=5):
@@ -150,21 +153,6 @@ def environment(path, kernel):
     return {"path": os.path.realpath(path), "packages": packages, "kernel": loads}
 
 
-def code(path):
-    """sha256 of a file, or of the names and sha256 of all files below a folder, but for caches and hidden ones."""
-    tree, size = {}, 0
-    for folder, folders, files in os.walk(path) if os.path.isdir(path) else [(os.path.dirname(path), [], [path])]:
-        folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-        for name in sorted(files):
-            file = os.path.join(folder, name)
-            size += os.path.getsize(file)
-            if len(tree) >= MOST_FILES or size > MOST_BYTES:
-                return problem(f"{path} is more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB of code")
-            with open(file, "rb") as opened:
-                tree[os.path.relpath(file, path)] = hashlib.sha256(opened.read()).hexdigest()
-    return tree["."] if list(tree) == ["."] else hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
-
-
 def command(name, *argument):
     path = shutil.which(name) or next(iter(glob.glob(os.path.expanduser(f"~/.local/bin/{name}"))), None)
     return path and {"path": path, "version": (told([path, *(argument or ["--version"])]) or "").strip()}
@@ -193,7 +181,6 @@ def main(asked):
             "cpus": len(os.sched_getaffinity(0)),
             "memory": memory(),
             "disks": {path: disk(path) for path in asked.get("disks", [])},
-            "code": {path: attempt(code, path) for path in asked.get("code", [])},
             **{name: attempt(future.result) for name, future in started.items()},
         }
     # last, so that it is as close as can be to the moment in which the answer is read

@@ -1,0 +1,152 @@
+"""Starts the command of a job, and stays with it. Stdlib only, Python 3.9.
+
+    start_job.py SETTINGS COMMAND…
+
+The gate has made the job's folder, started this in a session of its own and keeps it (its ``do_launch``). SETTINGS is
+JSON: ``folder`` (of the job), ``job``, ``code`` (paths to digest) and what else is to be kept as it is. Here
+
+* the job leaves the login that started it, for a scope of systemd's user manager, where there is one that stays: a
+  machine may end what a login leaves behind. Its process id is the same before and after;
+* ``launch.json`` says what was started: SETTINGS, and the digests of the code as it was at this moment;
+* when the gate's keeper dies, its work goes on here: the heart beats, and ``exit`` is written;
+* what the command leaves running ends with it, so that a job that is over holds no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import json
+import os
+import pwd
+import resource
+import shutil
+import signal
+import subprocess  # noqa: TID251 - this runs on the host
+import sys
+import time
+
+BEAT_SECONDS, LEAVING_SECONDS = 10.0, 10.0
+MOST_FILES, MOST_BYTES = 10_000, 1 << 30
+IN_SCOPE = "DFLASH_JOB_SCOPE"
+SUBREAPER = 36  # prctl: what leaves its parent comes to this process
+
+
+def main(arguments):
+    settings, command = json.loads(arguments[0]), arguments[1:]
+    keeper = os.getppid()
+    scope = os.environ.pop(IN_SCOPE, None) or enter_scope(settings["job"], arguments)
+    about = {**settings, "command": command, "scope": scope, "code": {path: digest(path) for path in settings["code"]}}
+    write_whole(f"{settings['folder']}/launch.json", {**about, "started": time.time()})
+    me = pwd.getpwuid(os.getuid())
+    for name, value in (("HOME", me.pw_dir), ("USER", me.pw_name), ("LOGNAME", me.pw_name)):
+        os.environ.setdefault(name, value)
+    ctypes.CDLL(None).prctl(SUBREAPER, 1)
+    for each in ("TERM", "INT", "HUP", "USR1", "USR2"):
+        # the whole group gets it; the command decides what it means, and this one tells how that ended
+        signal.signal(getattr(signal, f"SIG{each}"), lambda *_: None)
+    try:
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+    except OSError as error:
+        print(f"{command[0]}: {error.strerror}; it was not started", file=sys.stderr, flush=True)
+        code = 127
+    else:
+        code = wait(child, settings["folder"], keeper)
+        end_others()
+    if os.getppid() != keeper:
+        write_whole(f"{settings['folder']}/exit", {"exit": code, "ended": time.time()})
+    end_as(code)
+
+
+def enter_scope(job, arguments):
+    """Go on within a scope of the user manager; return, with None, where there is none that stays."""
+    folder, user = f"/run/user/{os.getuid()}", pwd.getpwuid(os.getuid()).pw_name
+    # without lingering the manager ends with the last login, and everything in it
+    if shutil.which("systemd-run") is None or not os.path.exists(f"/var/lib/systemd/linger/{user}"):
+        return None
+    start = ["systemd-run", "--user", "--scope", "--quiet", "--collect"]
+    env = {**os.environ, "XDG_RUNTIME_DIR": folder}
+    try:
+        subprocess.run([*start, "true"], env=env, stdin=subprocess.DEVNULL, check=True, timeout=20, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    unit = f"dflash-job-{job}"
+    again = ["env", f"{IN_SCOPE}={unit}.scope", sys.executable, "-I", os.path.abspath(__file__), *arguments]
+    if "XDG_RUNTIME_DIR" not in os.environ:
+        again[1:1] = ["-u", "XDG_RUNTIME_DIR"]
+    os.execvpe(start[0], [*start, f"--unit={unit}", "--", *again], env)  # noqa: S606, TID251
+
+
+def wait(child, folder, keeper):
+    """The exit status of ``child``; meanwhile the heart beats where the keeper does not see to that any more."""
+    while True:
+        try:
+            return child.wait(BEAT_SECONDS)
+        except subprocess.TimeoutExpired:
+            if os.getppid() != keeper:
+                with contextlib.suppress(OSError):
+                    os.utime(f"{folder}/heartbeat", follow_symlinks=False)
+
+
+def end_others():
+    """Ask what is left below this process to end and, where it does not, kill it."""
+    deadline = time.monotonic() + LEAVING_SECONDS
+    told = set()
+    while left := children():
+        late = time.monotonic() > deadline
+        for pid in left if late else left - told:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
+        told |= left
+        time.sleep(0.05)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+
+
+def children():
+    with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{os.getpid()}/children") as file:
+        return set(map(int, file.read().split()))
+    return set()
+
+
+def end_as(code):
+    """End as the command ended, by the same signal where it was one, so that the keeper writes down the same."""
+    if code < 0:
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)
+
+
+def digest(path):
+    """sha256 of a file, or of the names and sha256 of all files below a folder, but for caches and hidden ones."""
+    try:
+        tree, size = {}, 0
+        alone = [(os.path.dirname(path), [], [os.path.basename(path)])]
+        for folder, folders, files in os.walk(path) if os.path.isdir(path) else alone:
+            folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
+            for name in sorted(files):
+                file = os.path.join(folder, name)
+                size += os.path.getsize(file)
+                if len(tree) >= MOST_FILES or size > MOST_BYTES:
+                    return f"not digested: more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB"
+                with open(file, "rb") as opened:
+                    tree[os.path.relpath(file, path)] = hashlib.sha256(opened.read()).hexdigest()
+    except OSError as error:
+        return f"not digested: {error.filename}: {error.strerror}"
+    return tree["."] if list(tree) == ["."] else hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def write_whole(path, content):
+    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
+        json.dump(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.rename(file.name, path)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
