@@ -58,8 +58,6 @@ class ConnectionFailed(DFlashError):
 
     state_name = "HostUnreachable"
 
-    state_name = "HostUnreachable"
-
 
 class Connector:
     """Opens connections and ssh processes to the hosts of one inventory.
