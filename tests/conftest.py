@@ -14,24 +14,22 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_stores"]
 
-ON_HOSTS = ("tests/flows/", "tests/lab/")
+TOGETHER = ("tests/lab/", "tests/flows/")
+"""Folders whose tests one process has to do: there is one lab a machine, and a Prefect server takes long to start."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest share, which one process has to do alone, begins first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(ON_HOSTS))
+    """What one process has to do alone takes longest, and begins first."""
+    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share the tests out by file over the processes of ``make test``; those with hosts go one after the other.
-
-    Namespaces, their addresses and the lab are there once a machine.
-    """
+    """Share the tests out over the processes of ``make test``: by file, or by folder what has to be together."""
     from xdist.scheduler import LoadScopeScheduling
 
     class ByFile(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "hosts" if nodeid.startswith(ON_HOSTS) else nodeid.partition("::")[0]
+            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
 
     return ByFile(config, log)
