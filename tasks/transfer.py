@@ -19,6 +19,17 @@ from tasks.process import Popen, TimeoutExpired
 PIPE_BYTES = 1 << 20
 CLOSING_SECONDS = 10.0
 LONGEST_REPLY = 1 << 16
+RECEIVER_MODULES = ("disk", "whole", "fetching")
+START_RECEIVER = """
+import sys, types
+*modules, receiver = sys.argv[1:]
+while modules:
+    name, source, *modules = modules
+    made = sys.modules[name] = types.ModuleType(name)
+    exec(source, made.__dict__)
+exec(receiver, {"__name__": "__main__"})
+"""
+"""Its modules import each other by the names they have here, without being files there."""
 
 Progress = Callable[[int, int], None]
 """Called with (bytes done, bytes in all)."""
@@ -243,8 +254,13 @@ class Receiver:
 
 
 def receiver_argv() -> list[str]:
-    """The command of the destination: the receiver's source, run by that host's own Python without its site."""
-    return ["python3", "-IS", "-c", files("deploy").joinpath("relay", "receiver.py").read_text(encoding="utf-8")]
+    """The command of the destination: the receiver's sources, run by that host's own Python without its site."""
+    modules = [word for name in RECEIVER_MODULES for word in (f"deploy.relay.{name}", _receiver_source(name))]
+    return ["python3", "-IS", "-c", START_RECEIVER, *modules, _receiver_source("receiver")]
+
+
+def _receiver_source(module: str) -> str:
+    return files("deploy").joinpath("relay", f"{module}.py").read_text(encoding="utf-8")
 
 
 def write_all(sink: int, data: memoryview) -> None:

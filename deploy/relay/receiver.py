@@ -1,12 +1,14 @@
 """Receive a file in ranges; it appears under its final name only when it is whole, verified and on disk.
 
-Runs on the destination as ``python3 -c <this text>``, so it takes the standard library alone (Python 3.9 or newer).
+Runs on the destination as ``python3 -c``, sent along with the modules beside it (:func:`tasks.transfer.receiver_argv`),
+so all of it takes the standard library alone (Python 3.9 or newer).
 One request a line of JSON on stdin, one reply a line on stdout:
 
     {"verb": "open", "path", "size", "transfer",           {"ok": true, "fresh", "committed"}  the space is reserved,
      "about", "sparse"}                                                                        unless it is sparse
     {"verb": "join", "path", "size", "transfer"}           {"ok": true}            another session of an open transfer
-    {"verb": "write", "offset", "length"}, then the bytes  {"ok": true, "sha256"}  once they are on disk
+    {"verb": "write", "offset", "length", "others"},       {"ok": true, "sha256"}  once they are on disk
+     then the bytes
     {"verb": "fetch", "offset", "length", "url", "start"}  {"ok": true, "sha256"}  the same, from a presigned URL; with
                                                                                    ``start`` only a range of the object
     {"verb": "hash", "offset", "length"}                   {"ok": true, "sha256"}  of what is there
@@ -19,6 +21,8 @@ One request a line of JSON on stdin, one reply a line on stdout:
 ``.<name>.part-<transfer>`` beside the final name, for the same transfer to go on with; ``fresh`` says that there was
 nothing. ``committed`` is the file's sha256 when it is there already: another transfer of what is ``about`` the same
 brought it, or this one did and only the answer got lost. ``expected`` is the sha256 that the source says it has.
+``others`` are ranges, as [offset, length], that other sessions have stored since the last request: the session that
+opened the transfer takes the whole file's digest behind all of them, so that little of it is left for the end.
 
 The session that opened a transfer holds a lock on its file. That tells what a dead transfer left, which the next one of
 that name removes, from what is written now. ``transfer`` is known to one sender alone, so a session that still holds
@@ -28,44 +32,40 @@ the lock of a transfer that is opened again is that sender's own, lost behind a 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import fcntl
 import hashlib
-import http.client
 import json
 import os
 import re
 import signal
-import stat
-import struct
 import sys
 import time
-import urllib.parse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from functools import partial
 from io import FileIO
 from typing import Any
+
+from deploy.relay.disk import (
+    ReceiveError,
+    explained,
+    lock_holder,
+    naming_in,
+    opened_file,
+    start_writeback,
+    sync_folder,
+    unlink_if_unlocked,
+)
+from deploy.relay.fetching import FetchFailed, Read, fetch
+from deploy.relay.whole import Whole
 
 CHUNK = 1 << 20
 WRITEBACK_BYTES = 32 << 20
 LONGEST_LINE = 1 << 24
+LONGEST_SIDECAR = 1 << 20
 TAKEOVER_SECONDS = 10.0
-FETCH_SECONDS = 60
 SIDECAR = ".relay.json"
-SYNC_FILE_RANGE_WRITE = 2
+LONGEST_ADDITION = len("..part-0123456789abcdef.json")
 F_SETPIPE_SZ = 1031  # in fcntl since Python 3.10
-FLOCK = "hhqqi4x"
-
-
-class ReceiveError(Exception):
-    """The file cannot be received; the message is what the operator reads."""
-
-
-class FetchFailed(Exception):
-    """A presigned URL did not give its bytes; ``status`` is that of the answer, 0 where there was none."""
-
-    def __init__(self, message: str, status: int) -> None:
-        super().__init__(message)
-        self.status = status
 
 
 class Part:
@@ -80,23 +80,34 @@ class Part:
             raise ReceiveError(f"{transfer!r} is not the id of a transfer")
         self.temporary = os.path.join(self.directory, f".{self.name}.part-{transfer}")
         self.fd = -1
-        self.whole, self.hashed = hashlib.sha256(), 0  # of the first bytes, as far as they came in order
+        self.whole = Whole(self.feed)
 
     def committed(self) -> str | None:
         """The sha256 of the file under its final name when that is what is to be brought and still whole."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            with open(self.path + SIDECAR, encoding="utf-8") as file:
-                fields = json.load(file)
+        written = f"{self.temporary}.json"
+        if self._is_described_by(self.path + SIDECAR) or self._is_described_by(written):
+            with contextlib.suppress(OSError), naming_in(self.directory):
+                # a crash came between the two names
+                os.replace(written, self.path + SIDECAR)
+                sync_folder(self.directory)
+            return self.whole.hexdigest()
+        self.whole = Whole(self.feed)
+        return None
+
+    def _is_described_by(self, sidecar: str) -> bool:
+        """Whether ``sidecar`` is about what is to be brought, and the file there has its sha256."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+            with opened_file(sidecar) as file:
+                fields = json.loads(os.read(file, LONGEST_SIDECAR))
             same = fields["transfer"] == self.transfer or (self.about and fields["about"] == self.about)
             if not same or fields["bytes"] != self.size:
-                return None
-            self.fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            try:
-                if os.fstat(self.fd).st_size == self.size and self.hash(0, self.size) == fields["sha256"]:
-                    return str(fields["sha256"])
-            finally:
-                os.close(self.fd)
-        return None
+                return False
+            with opened_file(self.path) as self.fd:
+                if os.fstat(self.fd).st_size != self.size:
+                    return False
+                self.whole = Whole(self.feed)
+                return self.whole.finish(self.size) == fields["sha256"]
+        return False
 
     def open(self) -> bool:
         """Make the file, or take up what there is of it; True when there was nothing."""
@@ -109,7 +120,13 @@ class Part:
             raise ReceiveError(f"{self.path!r} is a directory: give the file's full name")
         if os.path.exists(self.path) and not os.path.isfile(self.path):
             raise ReceiveError(f"{self.path!r} is a device, a pipe or a socket: name a file")
-        os.makedirs(self.directory, exist_ok=True)
+        if os.path.isdir(self.path + SIDECAR):
+            raise ReceiveError(f"{self.path + SIDECAR!r} is a directory, and the file's sidecar goes there: remove it")
+        try:
+            os.makedirs(self.directory, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise ReceiveError(f"{self.directory!r} is not a directory, or is below a file: name another") from None
+        self._require_short_name()
         with naming_in(self.directory):
             self._remove_stale_parts()
         self._lock()
@@ -128,12 +145,12 @@ class Part:
         if os.fstat(self.fd).st_size != self.size:
             raise ReceiveError(f"{self.temporary!r} has another size than it was opened with: relay it again")
 
-    def write(self, offset: int, length: int, read: Callable[[memoryview], int]) -> str:
+    def write(self, offset: int, length: int, read: Read, others: Sequence[Sequence[int]] = ()) -> str:
         """Store ``length`` bytes of ``read`` durably from ``offset`` on and return their sha256."""
         self._check_span(offset, length)
-        if offset < self.hashed:
-            # what was there before came wrong, or not whole
-            self.whole, self.hashed = hashlib.sha256(), 0
+        for span in others:
+            self._check_span(*span)
+        self.whole.begin(offset, length, others)
         digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         at, end, flushed = offset, offset + length, offset
         while at < end:
@@ -144,20 +161,19 @@ class Part:
             while written < count:
                 written += os.pwrite(self.fd, buffer[written:count], at + written)
             digest.update(buffer[:count])
-            if at == self.hashed:
-                self.whole.update(buffer[:count])
-                self.hashed += count
+            self.whole.pass_by(at, buffer[:count])
             at += count
             if at - flushed >= WRITEBACK_BYTES:
                 start_writeback(self.fd, flushed, at - flushed)
                 flushed = at
         os.fdatasync(self.fd)
+        self.whole.stored(offset, length)
         return digest.hexdigest()
 
     def hash(self, offset: int, length: int) -> str:
         self._check_span(offset, length)
         digest = hashlib.sha256()
-        self._feed(offset, length, digest.update)
+        self.feed(offset, length, digest.update)
         return digest.hexdigest()
 
     def commit(
@@ -167,14 +183,13 @@ class Part:
         os.fsync(self.fd)
         if reread:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            self.whole, self.hashed = hashlib.sha256(), 0
             for offset, length, sha256 in ranges:
                 if self.hash(offset, length) != sha256:
                     raise ReceiveError(
                         f"{length} bytes of {self.path!r} at {offset} are not on the disk as they came: relay it again"
                     )
-        self._feed(self.hashed, self.size - self.hashed, self.whole.update)
-        sha256 = self.whole.hexdigest()
+            self.whole.forget()
+        sha256 = self.whole.finish(self.size)
         if expected not in (None, sha256):
             self.discard()
             raise ReceiveError(
@@ -194,6 +209,7 @@ class Part:
         return sha256
 
     def discard(self) -> None:
+        self.whole.end()
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.temporary)
         os.close(self.fd)
@@ -218,6 +234,14 @@ class Part:
                     return
             # Another receiver took the file for a stale one before it was locked.
             os.close(self.fd)
+
+    def _require_short_name(self) -> None:
+        longest = os.pathconf(self.directory, "PC_NAME_MAX") - LONGEST_ADDITION
+        if len(os.fsencode(self.name)) > longest:
+            raise ReceiveError(
+                f"{self.name!r} has more than {longest} bytes, and what is on its way has {LONGEST_ADDITION} more in "
+                "its name: give it a shorter one"
+            )
 
     def _reserve(self) -> None:
         """Take the space now: a full disk is found before the first byte, not after the last but one."""
@@ -244,7 +268,8 @@ class Part:
         if offset < 0 or length < 0 or offset + length > self.size:
             raise ReceiveError(f"{length} bytes at {offset} are not inside the {self.size} of {self.path!r}")
 
-    def _feed(self, offset: int, length: int, update: Callable[[memoryview], object]) -> None:
+    def feed(self, offset: int, length: int, update: Callable[[memoryview], object]) -> None:
+        """Have ``update`` get bytes of the file as they lie there."""
         buffer = memoryview(bytearray(CHUNK))
         while length:
             count = os.preadv(self.fd, [buffer[:length]], offset)
@@ -261,100 +286,6 @@ class Part:
             file.flush()
             os.fsync(file.fileno())
         return partial
-
-
-def lock_holder(fd: int) -> int:
-    """The process that holds the lock on ``fd``; this one when none does."""
-    asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
-    kind, _, _, _, pid = struct.unpack(FLOCK, fcntl.fcntl(fd, fcntl.F_GETLK, asked))
-    if kind == fcntl.F_UNLCK or pid in (0, -1, os.getpid()):
-        raise ProcessLookupError
-    return int(pid)
-
-
-@contextlib.contextmanager
-def naming_in(path: str) -> Iterator[None]:
-    """One receiver at a time gives names in a folder, so that no sidecar comes to stand beside another's file."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):  # a file system without such locks
-            fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
-
-
-def unlink_if_unlocked(path: str) -> None:
-    with contextlib.suppress(OSError):
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        try:
-            if stat.S_ISREG(os.fstat(fd).st_mode):
-                fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                os.unlink(path)
-        finally:
-            os.close(fd)
-
-
-def sync_folder(path: str) -> None:
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
-
-
-def start_writeback(fd: int, offset: int, length: int) -> None:
-    """Have the kernel write while the bytes still come, or the fdatasync waits for the whole range at once."""
-    start = getattr(ctypes.CDLL(None), "sync_file_range", None)
-    if start is not None:
-        start(fd, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
-
-
-def fetch(part: Part, offset: int, length: int, url: str, start: int | None = None) -> str:
-    """Store the object behind a presigned URL, or ``length`` bytes of it from ``start`` on.
-
-    The URL is a secret, and an answer may repeat it: of both only the host and the error's code stand in a message.
-    """
-    target = urllib.parse.urlsplit(url)
-    kind = http.client.HTTPSConnection if target.scheme == "https" else http.client.HTTPConnection
-    connection = kind(target.netloc, timeout=FETCH_SECONDS)
-    # asked for a range, some answer 200 and say in the header only that it is one
-    span = "" if start is None else f"{start}-{start + length - 1}"
-    headers, wanted = ({"Range": f"bytes={span}"}, (200, 206)) if span else ({}, (200,))
-
-    def read(buffer: memoryview) -> int:
-        with answering(target.netloc):
-            count = response.readinto(buffer)
-        if not count:
-            raise FetchFailed(f"{target.netloc}: the object ended early", 0)
-        return count
-
-    try:
-        with answering(target.netloc):
-            connection.request("GET", f"{target.path}?{target.query}", headers=headers)
-            response = connection.getresponse()
-            right = response.getheader("Content-Range", "").startswith(f"bytes {span}/") or not span
-            if response.status not in wanted or response.length != length or not right:
-                said = f"{response.length}"
-                if response.status not in wanted:
-                    code = re.search(rb"<Code>([A-Za-z0-9.]{1,64})</Code>", response.read(4096))
-                    said = code[1].decode("ascii") if code else "no code"
-                raise FetchFailed(
-                    f"{target.netloc} answered {response.status} {response.reason} where {length} bytes were "
-                    f"expected: {said}",
-                    response.status,
-                )
-        return part.write(offset, length, read)
-    finally:
-        connection.close()
-
-
-@contextlib.contextmanager
-def answering(netloc: str) -> Iterator[None]:
-    try:
-        yield
-    except (http.client.HTTPException, OSError) as error:
-        raise FetchFailed(f"{netloc}: {type(error).__name__} {error}", 0) from None
 
 
 def serve(source: FileIO, replies: int) -> None:
@@ -379,10 +310,12 @@ def serve(source: FileIO, replies: int) -> None:
         elif part is None:
             raise ReceiveError(f"{verb!r} before anything was opened")
         elif verb == "write":
-            reply(replies, sha256=part.write(request["offset"], request["length"], source.readinto))
+            others = request.get("others", ())
+            reply(replies, sha256=part.write(request["offset"], request["length"], source.readinto, others))
         elif verb == "fetch":
             try:
-                reply(replies, sha256=fetch(part, **request))
+                write = partial(part.write, request["offset"], request["length"])
+                reply(replies, sha256=fetch(request["url"], request["length"], request.get("start"), write))
             except FetchFailed as failure:
                 reply(replies, sha256=None, status=failure.status, message=str(failure))
         elif verb == "hash":
@@ -416,9 +349,9 @@ def main() -> int:
         fcntl.fcntl(0, F_SETPIPE_SZ, CHUNK)
     try:
         serve(FileIO(0), 1)
-    except (ReceiveError, OSError, ValueError, TypeError, KeyError) as error:
+    except (ReceiveError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         with contextlib.suppress(OSError):
-            os.write(1, json.dumps({"ok": False, "message": str(error)}).encode("ascii") + b"\n")
+            os.write(1, json.dumps({"ok": False, "message": explained(error)}).encode("ascii") + b"\n")
         return 1
     return 0
 
