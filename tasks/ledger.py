@@ -257,15 +257,16 @@ class Ledger:
 
         Raises :class:`AttemptHeldError` when somebody is.
         """
-        descriptor = os.open(self._lock(attempt), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        descriptor = self._take(attempt)
+        if descriptor is None:
+            raise AttemptHeldError(
+                f"attempt {attempt.number} at {attempt.identity} is at work in another process; its result comes from "
+                "there, nothing needs to be done"
+            )
         try:
-            if not _take(descriptor):
-                raise AttemptHeldError(
-                    f"attempt {attempt.number} at {attempt.identity} is at work in another process; its result comes "
-                    "from there, nothing needs to be done"
-                )
             yield
         finally:
+            self._lock(attempt).unlink(missing_ok=True)
             os.close(descriptor)
 
     def is_held(self, attempt: Attempt) -> bool:
@@ -364,6 +365,20 @@ class Ledger:
             _key(superseded) | {"why": why},
         )
 
+    def _take(self, attempt: Attempt) -> int | None:
+        """The locked file of ``attempt``; None when another process has it."""
+        while True:
+            descriptor = os.open(self._lock(attempt), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                # one that was unlinked while it was opened is nobody's
+                if os.fstat(descriptor).st_nlink:
+                    return descriptor
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            os.close(descriptor)
+
     def _lock(self, attempt: Attempt) -> Path:
         folder = self._file.path.parent / "attempts"
         folder.mkdir(mode=0o700, exist_ok=True)
@@ -428,14 +443,6 @@ def _attempt(row: sqlite3.Row) -> Attempt:
     fields = dict(row)
     on, low, high = fields.pop("host"), fields.pop("low"), fields.pop("high")
     return Attempt(**fields, on=on, ci95=None if low is None else (low, high))
-
-
-def _take(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _key(attempt: Attempt) -> dict[str, Any]:
