@@ -74,6 +74,12 @@ class JobStatus:
     """What ``output.log`` holds."""
 
     @property
+    def command(self) -> tuple[str, ...]:
+        """What was started, without the program of ours that stays with it (see :mod:`tasks.launching`)."""
+        started = len(self.argv) > 5 and re.fullmatch(r".*/start-[0-9a-f]{12}\.py", self.argv[3])
+        return self.argv[5:] if started else self.argv
+
+    @property
     def over(self) -> bool:
         """Whether nothing more will come of it."""
         return self.state in OVER
