@@ -2,12 +2,17 @@
 
 One file a (source, destination, selection). It names one state of the source; another state begins anew, under another
 ``transfer`` id, so that bytes of two states never meet in one file.
+
+Its first line says what is on its way. What has arrived since is a line each behind it, because one that is lost costs
+a range that moves again, and no more; whatever takes something back is written anew, and on the disk before it counts.
 """
 
+import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -21,6 +26,8 @@ from tasks.state import state_dir
 from tasks.transfer import TransferError
 
 VERSION = 1
+SYNC_BYTES = 64 << 20
+"""So much may have to move again when this machine loses its power."""
 
 Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 
@@ -40,7 +47,9 @@ class Span(BaseModel):
     stored: bool = False
 
 
-class _Content(BaseModel):
+class Content(BaseModel):
+    """What a journal says."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
     version: int
@@ -52,11 +61,16 @@ class _Content(BaseModel):
     spans: list[Span]
 
 
+NOTE = re.compile(rb"(\d{1,9}) ([0-9a-f]{64}) (sent|stored)")
+
+
 class Journal:
     """One transfer; safe for the threads of one process, and held by one process at a time (:func:`opened`)."""
 
-    def __init__(self, file: Path, content: _Content) -> None:
+    def __init__(self, file: Path, content: Content) -> None:
         self._file, self._content, self._lock = file, content, threading.Lock()
+        self._numbers = {span.offset: number for number, span in enumerate(content.spans)}
+        self._unsynced = 0
 
     @property
     def transfer(self) -> str:
@@ -92,13 +106,14 @@ class Journal:
         """Note what went out, before the destination confirms it."""
         with self._lock:
             span.sha256 = sha256
-            self._save()
+            self._add(span, "sent")
 
     def stored(self, span: Span) -> None:
         """Note that the destination has ``span`` on its disk with the sha256 it was sent with."""
         with self._lock:
             span.stored = True
-            self._save()
+            self._unsynced += span.length
+            self._add(span, "stored")
 
     def lost(self, span: Span) -> None:
         """Note that the destination holds something else at ``span``."""
@@ -110,11 +125,26 @@ class Journal:
         """The file has arrived; nothing can be gone on with."""
         self._file.unlink(missing_ok=True)
 
+    def _add(self, span: Span, what: str) -> None:
+        line = f"{self._numbers[span.offset]} {span.sha256} {what}\n".encode("ascii")
+        try:
+            file = os.open(self._file, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                if os.write(file, line) != len(line):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                if self._unsynced >= SYNC_BYTES:
+                    os.fdatasync(file)
+                    self._unsynced = 0
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise _unusable(self._file, error) from None
+
     def _save(self) -> None:
         partial = self._file.with_suffix(".part")
         try:
             with open(partial, "w", encoding="utf-8") as file:
-                file.write(self._content.model_dump_json())
+                file.write(self._content.model_dump_json() + "\n")
                 file.flush()
                 os.fsync(file.fileno())
             partial.replace(self._file)
@@ -140,6 +170,8 @@ def opened(
     another process has it open, or when it cannot be read or written.
     """
     place = folder or state_dir() / "relays"
+    # a name need not be text
+    source, destination, identity = map(_as_text, (source, destination, identity))
     name = hashlib.sha256(json.dumps([source, destination]).encode()).hexdigest()[:32]
     file = place / f"{name}.json"
     try:
@@ -154,9 +186,10 @@ def opened(
             raise JournalError(
                 f"{source} is on its way to {destination} already; wait for that relay or end it"
             ) from None
-        content = _read(file)
-        if content is None or (content.identity, content.size) != (identity, size):
-            content = _Content(
+        content = read(file)
+        wanted = (source, destination, identity, size)
+        if content is None or (content.source, content.destination, content.identity, content.size) != wanted:
+            content = Content(
                 version=VERSION,
                 source=source,
                 destination=destination,
@@ -172,20 +205,40 @@ def opened(
         os.close(lock)
 
 
-def _read(file: Path) -> _Content | None:
+def read(file: Path) -> Content | None:
     """What is in ``file``; a journal that cannot be believed is none: everything moves again then."""
     try:
-        content = _Content.model_validate_json(file.read_bytes())
+        head, *notes = file.read_bytes().split(b"\n")
+        content = Content.model_validate_json(head)
     except (FileNotFoundError, ValidationError):
         return None
     except OSError as error:
         raise _unusable(file, error) from None
+    for note in map(NOTE.fullmatch, notes):
+        if note is None or int(note[1]) >= len(content.spans):
+            # the last one, which was being written
+            break
+        span = content.spans[int(note[1])]
+        span.sha256, span.stored = note[2].decode("ascii"), note[3] == b"stored"
     at = 0
     for span in content.spans:
         if span.offset < at or (span.stored and span.sha256 is None):
             return None
         at = span.offset + span.length
     return content if content.version == VERSION and at <= content.size else None
+
+
+def transfer_of(file: Path) -> str | None:
+    """The id of the transfer that the journal ``file`` can go on with; None when it can with none."""
+    try:
+        content = read(file)
+    except JournalError:
+        return None
+    return None if content is None else content.transfer
+
+
+def _as_text(name: str) -> str:
+    return name.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def _unusable(path: Path, error: OSError) -> JournalError:

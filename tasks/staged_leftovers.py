@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from tasks import journal
 from tasks.object_store import ObjectStore, StoredObject
 from tasks.state import state_dir
 from tasks.transfer import TransferError
@@ -86,8 +87,4 @@ def _remembered(store: ObjectStore) -> set[str]:
 
 def transfers_going_on() -> set[str]:
     """The transfers that a journal can go on with."""
-    found = set()
-    for journal in _notes().glob("*.json"):
-        with suppress(OSError, ValueError, KeyError, TypeError):
-            found.add(str(json.loads(journal.read_bytes())["transfer"]))
-    return found
+    return {transfer for file in _notes().glob("*.json") if (transfer := journal.transfer_of(file)) is not None}

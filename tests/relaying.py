@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from dflash.errors import DFlashError
-from tasks import process
+from tasks import journal, process
 from tasks.approvals import Approval
 from tasks.inventory import Host, Location
 from tasks.relay import FILE_BYTES, RelayResult, Settings, plan_relay, relay
@@ -95,9 +95,9 @@ class Way:
 
     def stored_bytes(self) -> int:
         """What the journals of this operator say the destination has."""
-        files = (self.state / "relays").glob("*.json")
-        spans = [span for file in files for span in json.loads(file.read_bytes())["spans"]]
-        return sum(span["length"] for span in spans if span["stored"])
+        found = (journal.read(file) for file in (self.state / "relays").glob("*.json"))
+        spans = [span for content in found if content is not None for span in content.spans]
+        return sum(span.length for span in spans if span.stored)
 
     def names(self) -> list[str]:
         """Everything in the destination's folder."""

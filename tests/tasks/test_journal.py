@@ -82,6 +82,66 @@ def test_cut_off_journal_is_none(tmp_path: Path) -> None:
     assert opened(tmp_path).transfer != first.transfer
 
 
+def test_journal_of_another_file_is_none(tmp_path: Path) -> None:
+    """Copied, restored from a backup under the wrong name, or put there."""
+    first = opened(tmp_path)
+    with journal.opened("train:/other", "infer:/b", "state 1", 25, SPANS, folder=tmp_path) as other:
+        other.sent(other.spans[0], DIGEST)
+        other.stored(other.spans[0])
+        files = {transfer: file for file in tmp_path.glob("*.json") if (transfer := journal.transfer_of(file))}
+    files[first.transfer].write_bytes(files[other.transfer].read_bytes())
+    again = opened(tmp_path)
+    assert again.transfer not in files
+    assert not any(span.stored for span in again.spans)
+
+
+@pytest.mark.parametrize("torn", [b"1 aaaa", b"7 " + b"a" * 64 + b" stored\n", b"\0" * 50, b"1 " + b"a" * 64 + b" sto"])
+def test_line_that_was_being_written_counts_for_nothing(tmp_path: Path, torn: bytes) -> None:
+    first = opened(tmp_path)
+    first.sent(first.spans[0], DIGEST)
+    first.stored(first.spans[0])
+    (file,) = tmp_path.glob("*.json")
+    with file.open("ab") as journal_file:
+        journal_file.write(torn)
+    second = opened(tmp_path)
+    assert second.transfer == first.transfer
+    assert [span.stored for span in second.spans] == [True, False, False]
+    second.sent(second.spans[1], DIGEST)
+    second.stored(second.spans[1])
+    assert [span.stored for span in opened(tmp_path).spans] == [True, True, False]
+
+
+def test_what_is_taken_back_stays_so(tmp_path: Path) -> None:
+    first = opened(tmp_path)
+    for span in first.spans:
+        first.sent(span, DIGEST)
+        first.stored(span)
+    first.begin_anew()
+    first.sent(first.spans[2], DIGEST)
+    assert [(span.sha256, span.stored) for span in opened(tmp_path).spans] == [(None, False)] * 2 + [(DIGEST, False)]
+
+
+def test_a_note_costs_a_line_however_many_ranges_there_are(tmp_path: Path) -> None:
+    many = opened(tmp_path, spans=[(offset, 1) for offset in range(20_000)])
+    (file,) = tmp_path.glob("*.json")
+    before, inode = file.stat().st_size, file.stat().st_ino
+    for span in many.spans[:100]:
+        many.sent(span, DIGEST)
+        many.stored(span)
+    assert file.stat().st_ino == inode
+    assert file.stat().st_size - before < 100 * 2 * 100
+    again = journal.read(file)
+    assert again is not None
+    assert sum(span.stored for span in again.spans) == 100
+
+
+def test_names_need_not_be_text(tmp_path: Path) -> None:
+    with journal.opened("/\udcff\n", "infer:/\udcfe", "state \udcff", 25, SPANS, folder=tmp_path) as notes:
+        notes.sent(notes.spans[0], DIGEST)
+    with journal.opened("/\udcff\n", "infer:/\udcfe", "state \udcff", 25, SPANS, folder=tmp_path) as again:
+        assert (again.transfer, again.spans[0].sha256) == (notes.transfer, DIGEST)
+
+
 def test_one_process_at_a_time_holds_a_transfer(tmp_path: Path) -> None:
     with (
         journal.opened("train:/a", "infer:/b", "state", 25, SPANS, folder=tmp_path),

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from dflash.errors import DFlashError
-from tasks import staged_senders, staging
+from tasks import journal, staged_senders, staging
 from tasks.actions import Upload
 from tasks.approvals import Approval, Approved
 from tasks.inventory import Location
@@ -449,9 +449,10 @@ def killed_in_the_middle(way: Way) -> list[str]:
 def waiting_in_store(way: Way) -> list[str]:
     """The keys of the chunks that the journal knows to be in the store."""
     (file,) = (way.state / "relays").glob("*.json")
-    journal = json.loads(file.read_bytes())
-    sent = [number for number, span in enumerate(journal["spans"]) if span["sha256"] and not span["stored"]]
-    return [f"relay/{journal['transfer']}/{number:05}" for number in sent]
+    notes = journal.read(file)
+    assert notes is not None
+    sent = [number for number, span in enumerate(notes.spans) if span.sha256 and not span.stored]
+    return [f"relay/{notes.transfer}/{number:05}" for number in sent]
 
 
 def test_killed_relay_goes_on_with_what_it_left_in_the_store(way: Way) -> None:
@@ -471,8 +472,8 @@ def test_what_a_killed_relay_left_is_swept_when_nobody_goes_on_with_it(way: Way)
     killed_in_the_middle(way)
     left = way.server.keys()
     assert sweep(way.store) == []
-    (journal,) = (way.state / "relays").glob("*.json")
-    journal.unlink()
+    (file,) = (way.state / "relays").glob("*.json")
+    file.unlink()
     assert sorted(sweep(way.store)) == left
     assert way.server.keys() == []
     assert sweep(way.store) == []
