@@ -6,9 +6,6 @@ They are this folder's own: those of tests/sshds.py live in whichever network th
 import getpass
 import inspect
 import json
-import os
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -21,9 +18,9 @@ from safetensors.numpy import save_file
 
 from dflash.metrics import judge, summarize
 from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
-from tasks import process, public_keys
+from tasks import public_keys
 from tasks.ssh import Connector
-from tests.prefect_api import healthy
+from tests.prefect_api import LEAN, QUIET, Server, running
 from tests.sshds import Site, both_sshds
 
 EVALUATOR = """#!/bin/sh
@@ -140,36 +137,20 @@ def prefect_api(prefect_server: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def prefect_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def prefect_server(shared_server: Server) -> str:
     """The address of the API of a Prefect server, one for the run."""
+    return shared_server.api
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """A Prefect server, one for the run; its settings are this process's too."""
     home = tmp_path_factory.mktemp("prefect")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PREFECT_HOME", str(home))
-        patch.setenv("PREFECT_SERVER_ANALYTICS_ENABLED", "false")
-        patch.setenv("DO_NOT_TRACK", "1")
-        patch.setenv("PREFECT_LOGGING_HANDLERS_CONSOLE_LEVEL", "CRITICAL")
-        from prefect.testing.utilities import _find_available_port
-
-        port = _find_available_port()
-        command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-        # the API is what is needed: without the page and what looks after schedules it is up sooner
-        services = {
-            f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in ("SCHEDULER", "LATE_RUNS", "TRIGGERS")
-        }
-        env = {**os.environ, **services, "PREFECT_SERVER_UI_ENABLED": "false"}
-        with (home / "server.log").open("wb") as log:
-            running = process.start(command, env=env, stdout=log, stderr=log, start_new_session=True)
-        api = f"http://127.0.0.1:{port}/api"
-        try:
-            deadline = time.monotonic() + 400
-            while not healthy(api):
-                assert running.poll() is None, (home / "server.log").read_text()
-                assert time.monotonic() < deadline, "the Prefect server did not come up"
-                time.sleep(0.2)
-            yield api
-        finally:
-            running.terminate()
-            running.wait(30)
+        for name, value in {**QUIET, "PREFECT_HOME": str(home)}.items():
+            patch.setenv(name, value)
+        with running(Server(home, **LEAN)) as server:
+            yield server
 
 
 def _send_what_waits() -> None:
