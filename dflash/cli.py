@@ -8,14 +8,13 @@ from rich.table import Column, Table
 
 from dflash import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_export, cli_train
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, JsonOption, ReferenceOption, text
+from dflash.command_line import with_common_options
 from dflash.errors import DFlashError, run_cli
 
 if TYPE_CHECKING:
     from dflash.inspect import Inspection
 
-app = typer.Typer(
-    help="Measure DFlash drafters.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+app = typer.Typer(help="Measure DFlash drafters.", no_args_is_help=True, pretty_exceptions_enable=False)
 
 
 @app.callback()
@@ -69,4 +68,4 @@ app.add_typer(cli_data.app, name="data")
 
 def main() -> None:
     """Entry point of the ``dflash`` command."""
-    run_cli(app)
+    run_cli(with_common_options(app))

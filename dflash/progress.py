@@ -7,20 +7,22 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeElapsedColumn, TimeRemainingColumn
 
+from dflash.command_line import is_quiet
+
 Report = Callable[[int, int], None]
 """``report(done, total)``: how far the phase is, in whatever unit it counts."""
 PLAIN_SECONDS = 5.0
 
 
 class Phases:
-    """Announces ``[k/total] title …`` and keeps the seconds of each phase in ``timings``."""
+    """Announces ``[k/total] title …``, unless all is to be quiet, and keeps the seconds of each in ``timings``."""
 
     def __init__(self, total: int) -> None:
         self.timings: dict[str, float] = {}
         self.between: Callable[[], None] | None = None
         """Called before each report of progress; whoever sets it can make the work wait there."""
         self._total = total
-        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
+        self._console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True, quiet=is_quiet())
 
     def say(self, text: str) -> None:
         """Print one line of the phase that runs."""

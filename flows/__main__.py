@@ -11,11 +11,12 @@ def main() -> None:
 
 
 def _run() -> None:
+    from dflash.command_line import with_common_options
     from flows.cli import app
     from flows.terminal import COMMAND_LINE
 
     COMMAND_LINE.set(tuple(sys.argv[1:]))
-    app(prog_name="dflash-ops")
+    with_common_options(app)(prog_name="dflash-ops")
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def show(
 
 
 @app.command()
-def verify(hosts: HostsFile = None) -> None:
+def verify(hosts: HostsFile = None, as_json: AsJson = False) -> None:
     """Check the chain of the audit log, and that no entry an approval was signed over is gone."""
     audit = Audit()
     problems: list[str] = []
@@ -75,7 +75,10 @@ def verify(hosts: HostsFile = None) -> None:
     if problems:
         raise AuditBrokenError(f"{audit.file} does not hold: {'; '.join(problems)}")
     count = sum(1 for _ in audit.entries())
-    typer.echo(f"{count} entries hold together, {len(heads)} certificates were signed over them")
+    if as_json:
+        typer.echo(json.dumps({"entries": count, "certificates": len(heads)}))
+    else:
+        typer.echo(f"{count} entries hold together, {len(heads)} certificates were signed over them")
 
 
 @app.command()

@@ -1,14 +1,15 @@
 """``dflash-ops lab``: the two hosts of the shipped setting on this machine, to try everything against."""
 
+import json
 import os
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from flows.terminal import AsJson, console, listing
 from tasks import process
-from tasks.lab import Lab
+from tasks.lab import HostStatus, Lab
 from tasks.state import state_dir
 
 app = typer.Typer(help="A local lab: two hosts with a real sshd on two networks.", no_args_is_help=True)
@@ -18,7 +19,7 @@ app = typer.Typer(help="A local lab: two hosts with a real sshd on two networks.
 def up() -> None:
     """Bring the lab up; when it is up already, nothing changes."""
     lab = Lab.up(state_dir())
-    _show(lab)
+    _show(lab.status())
     if lab.weaker:
         print(f"weaker than as root: {lab.weaker}")
     print(f"\nexport DFLASH_HOSTS={lab.hosts_file}")
@@ -34,10 +35,15 @@ def down() -> None:
 
 
 @app.command()
-def status() -> None:
+def status(as_json: AsJson = False) -> None:
     """Show the hosts; exit code 1 when one of them does not answer."""
     lab = Lab.running(state_dir())
-    if not _show(lab):
+    hosts = lab.status()
+    if as_json:
+        typer.echo(json.dumps([asdict(host) for host in hosts]))
+    else:
+        _show(hosts)
+    if not all(host.reachable for host in hosts):
         raise typer.Exit(1)
 
 
@@ -59,12 +65,9 @@ def exec(
     raise typer.Exit(code if code >= 0 else 128 - code)
 
 
-def _show(lab: Lab) -> bool:
-    """Print the hosts; whether all of them answer."""
-    hosts = lab.status()
-    table = Table("host", "address", "sshd", "reachable")
+def _show(hosts: list[HostStatus]) -> None:
+    table = listing("host", "address", "sshd", "reachable", folded="address")
     for host in hosts:
         sshd = "not running" if host.sshd is None else f"pid {host.sshd}"
         table.add_row(host.name, f"{host.address}:{host.port}", sshd, "yes" if host.reachable else "no")
-    Console().print(table)
-    return all(host.reachable for host in hosts)
+    console().print(table)

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from dflash.command_line import is_quiet
 from dflash.errors import UsageError
 from tasks import inventory
 from tasks.actions import Action, Command, Launch, Put, ReadGrant, Revoke, Signal, Upload, escape, is_text
@@ -134,7 +135,13 @@ def may(action: Action) -> str:
 
 @contextmanager
 def shown_progress(what: str) -> Iterator[Report]:
-    """Show a transfer on stderr: a bar with rate and time left at a terminal, else a line now and then."""
+    """Show a transfer on stderr: a bar with rate and time left at a terminal, else a line now and then.
+
+    Nothing of it when the command is to be quiet.
+    """
+    if is_quiet():
+        yield lambda done, total: None
+        return
     if not sys.stderr.isatty():
         yield _PlainProgress(escape(what))
         return
