@@ -5,17 +5,17 @@ event's content says makes its id, so the same news told twice, as after a crash
 """
 
 import json
-from typing import Any, Literal
+from typing import Any, Final, Literal
 from uuid import NAMESPACE_URL, uuid5
 
 from flows.prefect_home import configure_prefect
 
-CHECKPOINT_SAVED = "dflash.checkpoint.saved"
-EVALUATION_FINISHED = "dflash.evaluation.finished"
-NIGHT_COMPARED = "dflash.night.compared"
-GRANT_ENDS_SOON = "dflash.grant.ends-soon"
-GRANT_ENDED = "dflash.grant.ended"
-GUARD_WARNING = "dflash.guard.warning"
+CHECKPOINT_SAVED: Final = "dflash.checkpoint.saved"
+EVALUATION_FINISHED: Final = "dflash.evaluation.finished"
+NIGHT_COMPARED: Final = "dflash.night.compared"
+GRANT_ENDS_SOON: Final = "dflash.grant.ends-soon"
+GRANT_ENDED: Final = "dflash.grant.ended"
+GUARD_WARNING: Final = "dflash.guard.warning"
 
 Name = Literal[
     "dflash.checkpoint.saved",

@@ -41,7 +41,8 @@ class Ledger:
     Whoever evaluates a checkpoint that was seen takes an attempt by :meth:`begin`, has nothing to do when that has
     ended, holds it (:meth:`held`) while at work, says how far it is (:meth:`advance`), and records what came of it
     (:meth:`finish`). One that leaves it open without a result, because a host is away or an approval is missing, is
-    started again by the watch.
+    started again by the watch. Runs that the watch or an event starts are told ``identity`` and ``attempt`` (the
+    ``number`` of :meth:`begin`), so that none of them makes an attempt of its own.
     """
 
     def __init__(self, file: LedgerFile, clock: Callable[[], float]) -> None:

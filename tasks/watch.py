@@ -28,10 +28,24 @@ DEAD_SECONDS = 180.0
 """Seconds until a run that nobody is at work on is taken for dead, whatever Prefect has it for."""
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 1800.0
 MOST_RESTARTS = 6
-"""Of a run that fails without saying why; what has a name, as a host that is away, is waited for."""
+"""Of a run that ends in any other state than :data:`PASSING` and leaves no result."""
 STUCK_RESTARTS = 3
 """After so many an attempt gives its place to the next one and goes on beside it."""
-NAMELESS = ("Failed", "Crashed", "Completed", "TimedOut")
+PASSING = frozenset(
+    (
+        *("HostUnreachable", "HostBusy", "HostKeyMismatch", "AwaitingApproval", "Refused", "GrantEnded"),
+        *(
+            "GpuBusy",
+            "GpuMemoryShort",
+            "ServedModelSlow",
+            "SourceChanged",
+            "LedgerLocked",
+            "AlreadyRunning",
+            "Vanished",
+        ),
+    )
+)
+"""States that say nothing about the checkpoint: what they name passes, by itself or by somebody's doing."""
 CANCELLED = ("Cancelled", "Cancelling")
 
 
@@ -50,7 +64,7 @@ class Rules:
     most_waiting: int = 20
     """That wait; older ones are superseded."""
     by_event: bool = False
-    """Evaluations are started by the event ``dflash.checkpoint.saved``, and from here only when it gets lost."""
+    """The event ``dflash.checkpoint.saved`` starts evaluations; from here they are only when it gets lost."""
 
 
 @dataclass(frozen=True)
@@ -129,7 +143,7 @@ def plan_watch(source: Location, days: int = WATCH_DAYS) -> Plan | None:
 
 def take(ledger: Ledger, source: Location, look: Look, now: float) -> tuple[Seen, ...]:
     """Record what ``look`` found in ``source``; the checkpoints that are new, the newest first."""
-    host = "" if source.host is None else source.host.name
+    host = _host(source)
     new = [
         seen
         for whole in look.appeared
@@ -138,22 +152,23 @@ def take(ledger: Ledger, source: Location, look: Look, now: float) -> tuple[Seen
     for identity in look.vanished:
         known = ledger.checkpoint(identity)
         # a copy that another watch knows is still there
-        if known is not None and known.host == host and known.path.startswith(source.path.rstrip("/") + "/"):
+        if known is not None and _is_below(source, known):
             ledger.miss(identity)
     return tuple(sorted(new, key=lambda seen: (-(seen.written or 0), -(seen.step or 0))))
 
 
-def hand_on(ledger: Ledger, suite: str, rules: Rules, runs: Runs, now: float, *, begin: bool = True) -> Handed:
-    """Start what is due in ``suite``, the newest first, and start again what ended without a result.
+def hand_on(
+    ledger: Ledger, source: Location, suite: str, rules: Rules, runs: Runs, now: float, *, begin: bool = True
+) -> Handed:
+    """Start what of ``source`` is due in ``suite``, the newest first, and again what ended without a result.
 
     Without ``begin`` nothing new is started: what would be read cannot be. Raises what ``runs`` raises; the ledger
     then knows what was begun, and the next call goes on with it.
     """
-    open_ones = ledger.open_attempts(suite)
     restarted, failed, under_way = [], [], 0
-    for attempt in open_ones:
+    for attempt in ledger.open_attempts(suite):
         order = Order(attempt, _checkpoint(ledger, attempt))
-        what = _tend(ledger, order, rules, runs, now)
+        what = "left" if not _is_below(source, order.checkpoint) else _tend(ledger, order, runs, now)
         if what == "failed":
             failed.append(order)
             continue
@@ -161,19 +176,20 @@ def hand_on(ledger: Ledger, suite: str, rules: Rules, runs: Runs, now: float, *,
             restarted.append(order)
         under_way += attempt.restarts < STUCK_RESTARTS
     due = ledger.due(suite, limit=rules.most_waiting) if begin else []
+    due = [checkpoint for checkpoint in due if _is_below(source, checkpoint)]
+    if rules.by_event:
+        # a run that the event started begins the attempt itself
+        due = [checkpoint for checkpoint in due if abs(now - checkpoint.seen) >= EVENT_PATIENCE]
     begun = []
     for checkpoint in due[: max(0, rules.at_once - under_way)]:
-        order = Order(ledger.begin(checkpoint.identity, suite), checkpoint)
-        if not rules.by_event:
-            order = _start(ledger, order, runs)
-        begun.append(order)
+        begun.append(_start(ledger, Order(ledger.begin(checkpoint.identity, suite), checkpoint), runs))
     return Handed(tuple(begun), tuple(restarted), tuple(failed))
 
 
-Verdict = Literal["leave", "start", "postpone", "again", "give up", "cancelled"]
+Verdict = Literal["leave", "start", "postpone", "again", "give up", "gone", "cancelled"]
 
 
-def verdict(attempt: Attempt, run: Run | None, now: float, *, held: bool, by_event: bool = False) -> Verdict:
+def verdict(attempt: Attempt, run: Run | None, now: float, *, held: bool) -> Verdict:
     """What becomes of an open attempt whose run is ``run``; ``held`` is whether a process is at work on it."""
     since = abs(now - attempt.updated)  # a clock that was set back must not stop anything
     if held:
@@ -183,14 +199,16 @@ def verdict(attempt: Attempt, run: Run | None, now: float, *, held: bool, by_eve
             return "leave"
         return "start" if run is None else "again"
     if run is None:
-        return "leave" if by_event and attempt.flow_run is None and since < EVENT_PATIENCE else "start"
+        return "start"
     if run.phase == "waiting":
         return "leave"
     if run.phase == "running":
         return "postpone" if since > DEAD_SECONDS else "leave"
     if run.state in CANCELLED:
         return "cancelled"
-    return "give up" if run.state in NAMELESS and attempt.restarts >= MOST_RESTARTS else "postpone"
+    if run.state == CheckpointGoneError.state_name:
+        return "gone"
+    return "postpone" if run.state in PASSING or attempt.restarts < MOST_RESTARTS else "give up"
 
 
 def pause(restarts: int) -> float:
@@ -201,7 +219,7 @@ def pause(restarts: int) -> float:
 def _tend(ledger: Ledger, order: Order, rules: Rules, runs: Runs, now: float) -> Literal["left", "restarted", "failed"]:
     attempt = order.attempt
     run = None if attempt.flow_run is None else runs.find(attempt.flow_run)
-    match verdict(attempt, run, now, held=ledger.is_held(attempt), by_event=rules.by_event):
+    match verdict(attempt, run, now, held=ledger.is_held(attempt)):
         case "leave":
             return "left"
         case "start":
@@ -215,12 +233,13 @@ def _tend(ledger: Ledger, order: Order, rules: Rules, runs: Runs, now: float) ->
             return "restarted"
         case "postpone":
             assert run is not None
-            if order.checkpoint.gone is not None and run.state == CheckpointGoneError.state_name:
-                ledger.finish(attempt, "failed", message="it was deleted before it was relayed")
-                return "failed"
             message = f"its run ended as {run.state}: {run.message}" if run.phase == "ended" else "its run died"
             ledger.postpone(attempt, seconds=pause(attempt.restarts), message=message)
             return "left"
+        case "gone":
+            # should it lie there again, it is due again
+            ledger.finish(attempt, "failed", message="it was deleted, or moved away, before it was relayed")
+            return "failed"
         case "cancelled":
             # somebody did not want it, so it is not tried again by itself
             ledger.finish(attempt, "superseded", message="its run was cancelled")
@@ -238,6 +257,14 @@ def _start(ledger: Ledger, order: Order, runs: Runs) -> Order:
     if attempt.not_before is not None:
         attempt = ledger.resume(attempt)
     return Order(attempt, order.checkpoint)
+
+
+def _is_below(source: Location, checkpoint: Seen) -> bool:
+    return checkpoint.host == _host(source) and checkpoint.path.startswith(source.path.rstrip("/") + "/")
+
+
+def _host(source: Location) -> str:
+    return "" if source.host is None else source.host.name
 
 
 def _checkpoint(ledger: Ledger, attempt: Attempt) -> Seen:

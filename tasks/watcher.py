@@ -5,11 +5,12 @@ Everything it touches is handed in, so that two weeks of it can be lived through
 
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from dflash.errors import DFlashError
 from tasks.approvals import Approval
+from tasks.errors import HostBusy
 from tasks.inventory import Location
 from tasks.ledger import Ledger, LedgerError, Seen, Watch
 from tasks.looking import Look, Memory
@@ -24,8 +25,19 @@ TOLD_AFTER = 3600.0
 AT_ONCE = ("GrantEnded", "AwaitingApproval", "HostKeyMismatch", "NoSuchFolder")
 """What passes by nobody but a person."""
 
-Tell = Callable[[str, str], None]
-"""Subject and body, for people; raises what kept it from being told."""
+
+@dataclass(frozen=True)
+class Notice:
+    """What people have to know of a watch."""
+
+    kind: Literal["stands still", "goes on", "ends soon"]
+    subject: str
+    body: str
+    watch: Watch
+
+
+Tell = Callable[[Notice], None]
+"""Raises what kept it from being told."""
 
 
 @dataclass(frozen=True)
@@ -72,28 +84,26 @@ class Watcher:
         Raises :class:`LedgerError` only: of anything else the state says what it was.
         """
         now = self._around.clock()
-        before = self._ledger.watch(self.name)
-        failure, request, looked = None, None if before is None else before.request, None
+        before = self._ledger.watch(self.name) or Watch(self.name, "")
+        approval, kept_from = None, None
         try:
-            approval = self._around.admit(request)
-            request = None if approval is None else approval.id
+            approval = self._around.admit(before.request)
             self._take(self._around.look(approval, self._remembered(), now), now)
-            looked = now
         except LedgerError:
             self._memory = None
             raise
-        except DFlashError as error:
-            failure, approval = error, None
-        failure = self._hand_on(now, begin=failure is None) or failure
-        self._failures = self._failures + 1 if failure is not None and not _is_quick(failure) else 0
-        state = WATCHING if failure is None else state_of(failure)
+        except (DFlashError, OSError) as error:
+            kept_from = error
+        away = kept_from is not None and not isinstance(kept_from, GrantEndedError | WatchNotApprovedError)
+        self._failures = self._failures + 1 if away else 0
+        stopped = self._hand_on(now, begin=kept_from is None or isinstance(kept_from, HostBusy))
         watch = self._ledger.record_watch(
             Watch(
                 source=self.name,
-                state=state,
-                request=request,
-                looked=looked if looked is not None or before is None else before.looked,
-                message="" if failure is None else str(failure),
+                state=_state(kept_from or stopped, before, now),
+                request=before.request if approval is None else approval.id,
+                looked=now if kept_from is None else before.looked,
+                message=str(kept_from or stopped or ""),
             )
         )
         self._tell(watch, approval, now)
@@ -106,22 +116,24 @@ class Watcher:
         return self._memory
 
     def _take(self, look: Look, now: float) -> None:
-        memory = self._remembered()
         new = take(self._ledger, self.source, look, now)
         # the ledger first: what is remembered as known is never named again
-        if memory.changed:
+        if self._remembered().changed:
             self._remember()
-            memory.changed = False
         for seen in new:
             self._around.news(seen)
 
     def _remember(self) -> None:
-        self._ledger.remember(self.name, {"look": self._remembered().dump(), "told": self._told})
+        memory = self._remembered()
+        self._ledger.remember(self.name, {"look": memory.dump(), "told": self._told})
+        memory.changed = False
 
     def _hand_on(self, now: float, *, begin: bool) -> DFlashError | None:
         self.handed = Handed()
         try:
-            self.handed = hand_on(self._ledger, self.suite, self._rules, self._around.runs, now, begin=begin)
+            self.handed = hand_on(
+                self._ledger, self.source, self.suite, self._rules, self._around.runs, now, begin=begin
+            )
         except LedgerError:
             raise
         except DFlashError as error:
@@ -131,47 +143,48 @@ class Watcher:
         return None
 
     def _tell(self, watch: Watch, approval: Approval | None, now: float) -> None:
-        """Tell people what they have to know, once; what could not be told is tried again with the next look."""
+        """Tell people what they have to know, once; what could not be told is tried again with a later look."""
         self._remembered()
         told = dict(self._told)
-        subject, body = self._message(watch, approval, now)
-        if subject is None:
-            return
         try:
-            self._around.tell(subject, body)
+            notice = self._notice(watch, approval, now)
+            if notice is None:
+                return
+            self._around.tell(notice)
         except DFlashError as error:
             self._told = told
-            self._ledger.record_watch(
-                Watch(watch.source, watch.state, watch.request, watch.looked, f"{watch.message} ({error})".strip())
-            )
+            self._ledger.record_watch(replace(watch, message=f"{watch.message} ({error})".strip()))
             return
         self._remember()
 
-    def _message(self, watch: Watch, approval: Approval | None, now: float) -> tuple[str | None, str]:
-        """Subject and body of what has to be told, None for nothing; ``_told`` then says that it was."""
+    def _notice(self, watch: Watch, approval: Approval | None, now: float) -> Notice | None:
+        """What has to be told now; ``_told`` then says that it was."""
+        name = watch.source
         if watch.state != WATCHING:
             due = watch.state in AT_ONCE or now - watch.since >= TOLD_AFTER
             if not due or self._told.get("state") == watch.state:
-                return None, ""
+                return None
             self._told["state"] = watch.state
-            return f"{watch.state}: {watch.source} is not watched", watch.message
+            return Notice("stands still", f"{watch.state}: {name} is not watched", watch.message, watch)
         if self._told.pop("state", None) is not None:
-            return f"{watch.source} is watched again", f"It was looked into, and {WATCHING} is its state."
+            return Notice("goes on", f"{name} is watched again", f"The last look at {name} went well.", watch)
         if approval is None or self._told.get("ends") == approval.id or abs(now - self._warned_at) < TOLD_AFTER:
-            return None, ""
+            return None
         self._warned_at = now
         warning = self._around.warning(approval, now)
         if warning is None:
-            return None, ""
+            return None
         self._told["ends"] = approval.id
-        return f"the approval for watching {watch.source} ends soon", warning
+        return Notice("ends soon", f"the approval for watching {name} ends soon", warning, watch)
 
 
-def state_of(failure: DFlashError) -> str:
+def state_of(failure: DFlashError | OSError) -> str:
     """The name of the state that a watch is in after ``failure``."""
-    return LOOK_FAILED if failure.state_name == DFlashError.state_name else failure.state_name
+    named = isinstance(failure, DFlashError) and failure.state_name != DFlashError.state_name
+    return failure.state_name if named else LOOK_FAILED  # type: ignore[union-attr]
 
 
-def _is_quick(failure: DFlashError) -> bool:
-    """Whether nothing was connected to, so that trying again next minute costs nobody anything."""
-    return isinstance(failure, GrantEndedError | WatchNotApprovedError)
+def _state(failure: DFlashError | OSError | None, before: Watch, now: float) -> str:
+    # all sessions of a host in use for a while is how it is meant to be
+    busy = isinstance(failure, HostBusy) and before.looked is not None and now - before.looked < TOLD_AFTER
+    return WATCHING if failure is None or busy else state_of(failure)
