@@ -10,7 +10,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -50,7 +50,7 @@ class Watching:
 
     source: str
     """HOST:/folder."""
-    suite: Suite = field(default_factory=lambda: Suite(default_prompts(), thinking="off"))
+    suite: Suite
     on: str | None = None
     """The inference host; None leaves it to the deployment's workers, or to the only one there is."""
     reports: Path | None = None
@@ -68,6 +68,11 @@ class Watching:
             "reports": str((self.reports or state_dir() / "reports").absolute()),
             "hosts": None if self.hosts is None else str(self.hosts.absolute()),
         }
+
+
+def default_suite() -> Suite:
+    """What every checkpoint is asked where nobody says what: the shipped prompts, answered without thinking."""
+    return Suite(default_prompts(), thinking="off")
 
 
 def sources(inventory: Inventory) -> tuple[str, ...]:
@@ -127,8 +132,7 @@ class Looks:
         """Look once; None when not even the ledger could be used. Nothing is raised: the loop goes on."""
         self.pause = LOOK_SECONDS
         try:
-            watcher = self._current()
-            found = watcher.look()
+            found = self.look_or_raise()
         except DFlashError as error:
             self._complain(error)
             return None
@@ -138,6 +142,12 @@ class Looks:
             self._complain(error)
             return None
         self._complained = ""
+        return found
+
+    def look_or_raise(self) -> Watch:
+        """Look once; raises what keeps even the state of the watch from being written down."""
+        watcher = self._current()
+        found = watcher.look()
         self.pause = watcher.pause()
         if watcher.handed.begun or watcher.handed.restarted:
             self._wake()
