@@ -1,5 +1,6 @@
 """Why a command failed, as a file for the program that started it and may be away when it ends. Imports no torch."""
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -8,6 +9,8 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash.errors import DFlashError
+
+DISK_FULL = "DiskFull"
 
 
 class Failure(BaseModel):
@@ -31,9 +34,17 @@ def told(file: Path | None) -> Iterator[None]:
         if file is not None:
             partial = file.with_name(f".{file.name}.{os.getpid()}")
             with suppress(OSError):
-                partial.write_text(Failure(state=error.state_name, message=str(error)).model_dump_json())
+                partial.write_text(Failure(state=_state(error), message=str(error)).model_dump_json())
                 partial.replace(file)
         raise
+
+
+def _state(error: DFlashError) -> str:
+    """A full disk has one name, whichever file it was that did not fit."""
+    behind: BaseException | None = error
+    while behind is not None and not (isinstance(behind, OSError) and behind.errno in (errno.ENOSPC, errno.EDQUOT)):
+        behind = behind.__cause__ or behind.__context__
+    return error.state_name if behind is None else DISK_FULL
 
 
 def parse_failure(text: str | bytes) -> Failure | None:

@@ -1,40 +1,41 @@
-"""Running ``dflash evaluate`` on an inference host and bringing its report home.
+"""What is asked of a checkpoint, and the one command that asks it of an inference host.
 
-The command is an argv list made from the host's entry in ``hosts.yaml`` (:func:`evaluation_argv`, pure) and started
-over the control connection; what it prints on the way is handed on line by line. The report is read with the same
-model that wrote it.
+The command is an argv list made from the host's entry in ``hosts.yaml``, every setting of it explicit, so that two
+evaluations differ in nothing that is not written down. It runs there as a job (:mod:`tasks.evaluation_jobs`).
 """
 
 import hashlib
 import json
-import secrets
-import shlex
-import tempfile
-import time
-from collections.abc import Callable, Sequence
+import os
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path, PurePosixPath
 
-from dflash.errors import DFlashError, NotValidError, UsageError
+from dflash.errors import DFlashError, UsageError
 from dflash.prompts import read_prompts
-from dflash.render import to_markdown
-from dflash.report import RelayInfo, Report, read_report
-from tasks.actions import said
+from tasks.actions import FileDigest, Launch
 from tasks.inventory import Host, Inventory, Location
 from tasks.plans import Plan
-from tasks.relay import RelayResult, Settings, plan_relay
-from tasks.ssh import Connector
+from tasks.relay import Settings, plan_relay
 
-REPORT_FILES = ("report.json", "rounds.jsonl", "report.md")
+ON_VARIABLE = "DFLASH_INFERENCE_HOST"
+"""Which inference host the worker that runs this process serves."""
 
 
 class EvaluationError(DFlashError):
     """The evaluation did not end with a report; the message carries the last line the host printed."""
 
+    state_name = "EvaluationFailed"
 
-def inference_host(inventory: Inventory, name: str | None) -> Host:
-    """Return the inference host called ``name``, or the only one. Raises :class:`UsageError`."""
+
+def inference_host(inventory: Inventory, name: str | None, environment: Mapping[str, str] = os.environ) -> Host:
+    """Return the inference host called ``name``, else the one of this worker, else the only one.
+
+    Raises :class:`UsageError` when none of them says which.
+    """
     known = [host for host in inventory.hosts.values() if host.role == "inference"]
+    name = name or environment.get(ON_VARIABLE)
     if name is None and len(known) == 1:
         return known[0]
     if name is None:
@@ -68,19 +69,19 @@ class Suite:
 
 @dataclass(frozen=True)
 class Workspace:
-    """The folder of one evaluation on the inference host."""
+    """The folder of one evaluation on the inference host: that of its job."""
 
     path: PurePosixPath
-
-    @property
-    def prompts(self) -> PurePosixPath:
-        """The prompt file, copied there so that both machines agree on its digest."""
-        return self.path / "prompts.jsonl"
 
     @property
     def output(self) -> PurePosixPath:
         """Where ``dflash evaluate`` writes its report."""
         return self.path / "report"
+
+    @property
+    def failure(self) -> PurePosixPath:
+        """Where it says why there is none."""
+        return self.path / "failure.json"
 
 
 DRAFTER = Settings(what="drafter", by_identity=True)
@@ -94,25 +95,69 @@ def plan_evaluation(sources: Sequence[Location], host: Host) -> Plan | None:
 
 def checkpoint_place(host: Host, source: Location) -> Location:
     """Return the folder of what is relayed of a checkpoint: in the cache of ``host``, by the source's host and path."""
-    folder = _folder(host, "cache") / "checkpoints" / (source.host.name if source.host else "local")
+    folder = folder_of(host, "cache") / "checkpoints" / (source.host.name if source.host else "local")
     return Location(host, str(folder / PurePosixPath(source.path).relative_to("/")))
 
 
-def new_workspace(host: Host, name: str) -> Workspace:
-    """Return a fresh folder under the host's jobs, named after the checkpoint's ``name`` and the time."""
-    stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
-    return Workspace(_folder(host, "jobs") / f"evaluate-{name}-{stamp}-{secrets.token_hex(3)}")
+def job_id(name: str, identity: str, suite: str, attempt: int) -> str:
+    """Return the job's id: the same for the same attempt at the same content in the same suite, wherever it is made.
+
+    Whoever evaluates it finds by this name what an earlier process started, and no host starts it twice. ``name`` is
+    the checkpoint's, for people; ``suite`` is :meth:`Suite.digest`.
+    """
+    digest = hashlib.sha256(json.dumps([identity, suite, attempt]).encode()).hexdigest()
+    plain = re.sub("[^A-Za-z0-9._-]+", "-", name).strip(".-")[:48] or "checkpoint"
+    return f"evaluate-{plain}-{digest[:16]}"
 
 
-def evaluation_argv(host: Host, checkpoint: PurePosixPath, workspace: Workspace, suite: Suite) -> list[str]:
+def workspace(host: Host, job: str) -> Workspace:
+    """Return the folder of the evaluation ``job`` on ``host``. Raises :class:`EvaluationError` where none can be."""
+    return Workspace(folder_of(host, "jobs") / job)
+
+
+def prompts_place(host: Host, sha256: str) -> PurePosixPath:
+    """Return where the prompt file of that content lies on ``host``, for every evaluation that asks it."""
+    return folder_of(host, "cache") / "prompts" / f"{sha256}.jsonl"
+
+
+def evaluation_launch(host: Host, checkpoint: PurePosixPath, suite: Suite, job: str) -> Launch:
+    """Return the job that evaluates ``checkpoint`` on ``host``: it starts only with the very prompts of ``suite``.
+
+    Raises :class:`EvaluationError` when the host's entry lacks what it needs.
+    """
+    sha256 = read_prompts(suite.prompts).sha256
+    prompts = prompts_place(host, sha256)
+    cache = folder_of(host, "cache")
+    return Launch(
+        host=host.name,
+        host_keys=host.fingerprints,
+        jobs=str(folder_of(host, "jobs")),
+        job=job,
+        argv=tuple(evaluation_argv(host, checkpoint, prompts, workspace(host, job), suite)),
+        # a job begins with no environment at all; what compiles kernels looks for its cache and for a compiler
+        env=(
+            ("HF_HUB_OFFLINE", "1"),
+            ("LANG", "C.UTF-8"),
+            ("PATH", "/usr/local/cuda/bin:/usr/local/bin:/usr/bin:/bin"),
+            ("PYTHONUNBUFFERED", "1"),
+            ("TRITON_CACHE_DIR", str(cache / "triton")),
+        ),
+        requires=(FileDigest(path=str(prompts), sha256=sha256),),
+    )
+
+
+def evaluation_argv(
+    host: Host, checkpoint: PurePosixPath, prompts: PurePosixPath, place: Workspace, suite: Suite
+) -> list[str]:
     """Return the command that evaluates ``checkpoint`` on ``host``; every setting of the host is passed explicitly.
 
     Raises :class:`EvaluationError` when the host's entry names no environment or no target.
     """
-    program = _folder(host, "environments") / "current" / "bin" / "dflash"
-    argv = [str(program), "evaluate", "--target", str(_folder(host, "target")), "--checkpoint", str(checkpoint)]
-    argv += ["--prompts", str(workspace.prompts), "--output", str(workspace.output), "--mode", "replay"]
-    argv += ["--max-new-tokens", str(suite.max_new_tokens)]
+    gpu, cache = host.gpu, folder_of(host, "cache")
+    program = folder_of(host, "environments") / "current" / "bin" / "dflash"
+    argv = [str(program), "evaluate", "--target", str(folder_of(host, "target")), "--checkpoint", str(checkpoint)]
+    argv += ["--prompts", str(prompts), "--output", str(place.output), "--failure", str(place.failure)]
+    argv += ["--mode", "replay", "--max-new-tokens", str(suite.max_new_tokens)]
     if host.reference:
         argv += ["--reference", str(host.reference)]
     if host.server:
@@ -123,98 +168,16 @@ def evaluation_argv(host: Host, checkpoint: PurePosixPath, workspace: Workspace,
         argv.append("--ignore-eos")
     if suite.thinking:
         argv += ["--thinking", suite.thinking]
-    return [*argv, "--device", host.gpu.device, "--dtype", host.gpu.dtype, "--kernel", host.gpu.kernel]
+    argv += ["--device", gpu.device, "--dtype", gpu.dtype, "--kernel", gpu.kernel]
+    argv += ["--reserve-gib", f"{gpu.reserve_gib:g}", "--gpu-locks", str(cache / "gpu-locks")]
+    argv += ["--cache", str(cache / "evaluations")]
+    if gpu.offload:
+        argv.append("--offload-if-needed" if gpu.offload == "auto" else "--offload")
+    return argv
 
 
-def run_evaluation(
-    connector: Connector,
-    host: Host,
-    checkpoint: PurePosixPath,
-    suite: Suite,
-    *,
-    name: str,
-    on_line: Callable[[str], None],
-) -> Workspace:
-    """Evaluate ``checkpoint`` on ``host`` and return the folder with the report; ``on_line`` gets its progress.
-
-    ``name`` is the checkpoint's at its source; ``checkpoint`` may lie in a folder that is named after its content.
-
-    A report that is not valid is still a report: exit code 3 of the command raises nothing here. Any other failure
-    raises :class:`EvaluationError` with the last line the host printed.
-    """
-    workspace = new_workspace(host, name)
-    argv = evaluation_argv(host, checkpoint, workspace, suite)
-    lines = LineSplitter(on_line)
-    with connector.connect(host) as connection:
-        connection.run(shlex.join(["mkdir", "-p", str(workspace.path)]), hide=True, in_stream=False)
-        connection.put(str(suite.prompts), str(workspace.prompts))
-        result = connection.run(shlex.join(argv), hide=True, warn=True, in_stream=False, err_stream=lines)
-    lines.close()
-    if result.exited not in (0, NotValidError.exit_code):
-        raise EvaluationError(
-            f"the evaluation on {host.name} ended with exit code {result.exited}: {lines.last or 'it printed nothing'}"
-        )
-    return workspace
-
-
-def fetch_report(
-    connector: Connector, host: Host, workspace: Workspace, relayed: RelayResult, destination: Path
-) -> Report:
-    """Bring the report home into the new folder ``destination``, add how its checkpoint came, and return it.
-
-    Raises :class:`EvaluationError` when a file is missing there; ``destination`` does not exist then.
-    """
-    destination.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=destination.parent) as scratch:
-        partial = Path(scratch) / destination.name
-        partial.mkdir()
-        with connector.connect(host) as connection:
-            for name in REPORT_FILES:
-                try:
-                    connection.get(str(workspace.output / name), str(partial / name))
-                except OSError as error:
-                    raise EvaluationError(
-                        f"{host.name}:{workspace.output / name} could not be read: {error}"
-                    ) from error
-        weights = [file.sha256 for file in relayed.files if file.path.endswith((".safetensors", ".pt"))]
-        digest = weights[0] if len(weights) == 1 else relayed.sha256
-        way = RelayInfo(source=str(relayed.source), sha256=digest, selected=relayed.what, bytes=relayed.bytes)
-        report = read_report(partial / "report.json").model_copy(update={"relay": way})
-        (partial / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")
-        partial.rename(destination)
-    return report
-
-
-class LineSplitter:
-    """A text stream for fabric that hands on whole lines, escaped; a carriage return ends a line as well."""
-
-    def __init__(self, on_line: Callable[[str], None]) -> None:
-        self._on_line = on_line
-        self._rest = ""
-        self.last = ""
-
-    def write(self, text: str) -> None:
-        """Take ``text`` as it arrives, in pieces of any size."""
-        *lines, self._rest = (self._rest + text).replace("\r", "\n").split("\n")
-        for line in lines:
-            self._hand_on(line)
-
-    def flush(self) -> None:
-        """Do nothing: lines are handed on as soon as they are whole."""
-
-    def close(self) -> None:
-        """Hand on what came without an end of line."""
-        self._hand_on(self._rest)
-        self._rest = ""
-
-    def _hand_on(self, line: str) -> None:
-        if line.strip():
-            self.last = said(line.strip())
-            self._on_line(said(line))
-
-
-def _folder(host: Host, field: str) -> PurePosixPath:
+def folder_of(host: Host, field: str) -> PurePosixPath:
+    """Return the folder that the entry of ``host`` names as ``field``. Raises :class:`EvaluationError` without one."""
     value = getattr(host, field)
     if value is None:
         raise EvaluationError(f"hosts.{host.name}.{field} is missing in hosts.yaml: an evaluation needs it")

@@ -171,7 +171,7 @@ def test_a_flow_that_is_called_as_a_function_is_refused_like_a_command(operator:
     assert operator.connector.store.get(refused.value.request_id).origin is None
 
 
-@pytest.mark.parametrize(("spent", "name"), [(True, "AwaitingApproval"), (False, "Failed")])
+@pytest.mark.parametrize(("spent", "name"), [(True, "AwaitingApproval"), (False, "Refused")])
 def test_a_refusal_on_the_way_asks_again_only_when_the_approval_is_over(
     operator: Operator, prefect_api: str, monkeypatch: pytest.MonkeyPatch, spent: bool, name: str
 ) -> None:

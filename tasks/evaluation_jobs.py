@@ -1,0 +1,335 @@
+"""An evaluation as a job on the inference host: started at most once, found again, followed, its report brought home.
+
+The job belongs to no process of ours. What becomes of the flow, the link or the operator's machine meanwhile, it goes
+on there, under a name that follows from checkpoint, suite and attempt; whoever comes next with the same attempt finds
+it by that name. That a host does not answer is no result.
+"""
+
+import codecs
+import errno
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from dflash.errors import DFlashError, NotValidError
+from dflash.failure import Failure, parse_failure
+from dflash.prompts import read_prompts
+from dflash.render import to_markdown
+from dflash.report import RelayInfo, Report, ReportError, read_report
+from tasks import changes, jobs
+from tasks.actions import said
+from tasks.channel import GateError, RequestFailed
+from tasks.evaluation import EvaluationError, Suite, Workspace, evaluation_launch, folder_of, prompts_place, workspace
+from tasks.inventory import Host
+from tasks.jobs import JobStatus
+from tasks.relay import RelayResult
+from tasks.ssh import NETWORK_ERRORS, ConnectionFailed, Connector
+from tasks.state import state_dir
+
+REPORT_FILES = ("report.json", "rounds.jsonl", "report.md")
+OPTIONAL_FILES = ("report.html",)
+POLL_SECONDS = 0.5
+PATIENCE_SECONDS = 300.0
+START_TRIES = 3
+LONGEST_FAILURE = 1 << 16
+
+
+class JobVanishedError(EvaluationError):
+    """The job is gone and nothing wrote down how it ended: the host was started anew, or ran out of memory."""
+
+    state_name = "JobVanished"
+
+
+class GpuBusyError(EvaluationError):
+    """Other evaluations held the host's GPUs for too long."""
+
+    state_name = "GpuBusy"
+
+
+class GpuMemoryError(EvaluationError):
+    """What is free on the host's GPU, less the reserve, is too little."""
+
+    state_name = "GpuMemoryShort"
+
+
+class KernelRefusedError(EvaluationError):
+    """The kernel that hosts.yaml asks for is not the one that would have run."""
+
+    state_name = "KernelRefused"
+
+
+class ServedModelSlowError(EvaluationError):
+    """The model that the host serves was slow while the evaluation waited for it."""
+
+    state_name = "ServedModelSlow"
+
+
+class HostDiskFullError(EvaluationError):
+    """There is no space left where the host keeps its jobs or its cache."""
+
+    state_name = "DiskFull"
+
+
+class DiskFullError(DFlashError):
+    """There is no space left on this machine; the report stays on the host and is fetched by the next run."""
+
+    state_name = "DiskFull"
+
+
+class ReportLostError(EvaluationError):
+    """The evaluation ended well, and its report is not there or cannot be read."""
+
+    state_name = "ReportLost"
+
+
+SAID_BY_HOSTS: dict[str, type[EvaluationError]] = {
+    error.state_name: error
+    for error in (GpuBusyError, GpuMemoryError, HostDiskFullError, KernelRefusedError, ServedModelSlowError)
+}
+"""By what ``dflash evaluate`` calls a failure; what else it may call one is no state of ours."""
+
+
+class Prepared(BaseModel):
+    """What an evaluation begins with, kept in the state folder: it is needed again when the report is brought home."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    name: str
+    """The checkpoint's, at its source."""
+    identity: str
+    checkpoint: str
+    """Where it lies on the inference host."""
+    relay: RelayInfo
+
+    @classmethod
+    def of(cls, relayed: RelayResult) -> "Prepared":
+        """What is known when the checkpoint has arrived."""
+        weights = [file.sha256 for file in relayed.files if file.path.endswith((".safetensors", ".pt"))]
+        digest = weights[0] if len(weights) == 1 else relayed.sha256
+        way = RelayInfo(source=str(relayed.source), sha256=digest, selected=relayed.what, bytes=relayed.bytes)
+        name = PurePosixPath(relayed.source.path).stem
+        return cls(name=name, identity=relayed.identity, checkpoint=relayed.destination.path, relay=way)
+
+    def keep(self, job: str, state: Path | None = None) -> None:
+        """Write it down under the name of the job that it is for."""
+        file = _kept(job, state)
+        file.parent.mkdir(mode=0o700, exist_ok=True)
+        partial = file.with_suffix(".new")
+        partial.write_text(self.model_dump_json(), encoding="utf-8")
+        partial.replace(file)
+
+    @classmethod
+    def kept(cls, job: str, state: Path | None = None) -> "Prepared | None":
+        """What was written down for ``job``; None when nothing was, or nothing that can be read."""
+        with suppress(OSError, ValidationError):
+            return cls.model_validate_json(_kept(job, state).read_bytes())
+        return None
+
+
+def forget(job: str, state: Path | None = None) -> None:
+    """Remove what was kept for ``job``: its report is home."""
+    _kept(job, state).unlink(missing_ok=True)
+
+
+def find_or_start(connector: Connector, host: Host, checkpoint: PurePosixPath, suite: Suite, job: str) -> bool:
+    """Have ``job`` on ``host`` evaluate ``checkpoint``; False when it was started before and goes on, or has ended.
+
+    Raises :class:`ConnectionFailed` when the host does not answer, and what it says otherwise. A start whose answer was
+    lost is looked for before it is tried again.
+    """
+    action = evaluation_launch(host, checkpoint, suite, job)
+    for left in reversed(range(START_TRIES)):
+        found = jobs.status(connector, host, None, job)
+        if found.state == "unreachable":
+            raise ConnectionFailed(f"{host.name}: {found.message}")
+        if found.state != "unknown job":
+            return False
+        make_ready(connector, host, suite)
+        try:
+            changes.launch(connector, host, None, action)
+            return True
+        except RequestFailed as error:
+            if "File exists" in error.reason:
+                return False
+            raise EvaluationError(f"{host.name} could not start the evaluation: {said(error.reason)}") from None
+        except GateError:
+            if not left:
+                raise
+    raise AssertionError("the last try returns or raises")
+
+
+def make_ready(connector: Connector, host: Host, suite: Suite) -> None:
+    """Make the host's folders and put the prompts there, under the name of their content, whole or not at all."""
+    prompts = prompts_place(host, read_prompts(suite.prompts).sha256)
+    folders = [folder_of(host, "jobs"), folder_of(host, "cache") / "gpu-locks", prompts.parent]
+    partial = f"{prompts}.{time.time_ns()}.part"
+    try:
+        with connector.connect(host) as connection:
+            made = connection.run(shlex.join(["mkdir", "-p", *map(str, folders)]), hide=True, warn=True)
+            if not made.ok:
+                raise _refused_by_disk(host, made.stderr.strip())
+            connection.put(str(suite.prompts), partial)
+            connection.sftp().posix_rename(partial, str(prompts))
+    except NETWORK_ERRORS as error:
+        raise _broken(host, f"{prompts} could not be written", error) from error
+
+
+def follow(
+    connector: Connector,
+    host: Host,
+    job: str,
+    on_line: Callable[[str], None],
+    *,
+    poll: float = POLL_SECONDS,
+    patience: float = PATIENCE_SECONDS,
+) -> None:
+    """Wait for the end of ``job``; ``on_line`` gets what it prints, from its beginning.
+
+    A report that is not valid is still a report: exit code 3 of the command raises nothing here. Any other end raises
+    the :class:`EvaluationError` that the host named, else one with the last line that it printed;
+    :class:`ConnectionFailed` says that the host has not answered for ``patience`` seconds, and the job may well run.
+    """
+    lines = LineSplitter(on_line)
+    ended = jobs.follow(connector, host, None, job, lines.write, poll=poll, patience=patience)
+    lines.close()
+    match ended.state:
+        case "unreachable":
+            raise ConnectionFailed(f"{host.name}: {ended.message}")
+        case "exited" if ended.exit in (0, NotValidError.exit_code):
+            return
+        case "exited":
+            raise _failed(connector, host, job, ended, lines.last)
+        case _:
+            raise JobVanishedError(f"the evaluation {job} on {host.name} is gone: {ended.message}")
+
+
+def fetch_report(
+    connector: Connector, host: Host, place: Workspace, relayed: RelayInfo | None, destination: Path
+) -> Report:
+    """Bring the report home into the new folder ``destination``, add how its checkpoint came, and return it.
+
+    One that was brought home before is read there. Raises :class:`ReportLostError` when the host answers and a file is
+    missing, :class:`ConnectionFailed` when it does not; ``destination`` does not exist then.
+    """
+    with suppress(ReportError):
+        return read_report(destination / "report.json")
+    try:
+        destination.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{destination.name}-", dir=destination.parent) as scratch:
+            partial = Path(scratch) / destination.name
+            partial.mkdir()
+            _get(connector, host, place.output, partial)
+            report = read_report(partial / "report.json").model_copy(update={"relay": relayed})
+            (partial / "report.json").write_text(report.to_json(), encoding="utf-8")
+            (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")
+            _to_its_name(partial, destination)
+    except OSError as error:
+        raise DiskFullError(
+            f"the report could not be written to {destination} ({error.strerror or error}): free space here or name "
+            f"another folder; it is still {host.name}:{place.output}, and the next run fetches it from there"
+        ) from error
+    return read_report(destination / "report.json")
+
+
+def _to_its_name(partial: Path, destination: Path) -> None:
+    """Another process may have brought the same report home meanwhile; then that one stays."""
+    try:
+        partial.rename(destination)
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY or not (destination / "report.json").exists():
+            raise
+
+
+def is_away(connector: Connector, host: Host) -> bool:
+    """Whether ``host`` does not answer now."""
+    try:
+        with connector.connect(host):
+            return False
+    except ConnectionFailed:
+        return True
+
+
+def _get(connector: Connector, host: Host, folder: PurePosixPath, here: Path) -> None:
+    name = ""
+    try:
+        with connector.connect(host) as connection:
+            there = connection.sftp().listdir(str(folder))
+            for name in (*REPORT_FILES, *(name for name in OPTIONAL_FILES if name in there)):
+                connection.get(str(folder / name), str(here / name))
+    except FileNotFoundError:
+        raise ReportLostError(
+            f"{host.name}:{folder / name} is not there, though the evaluation ended well: somebody removed it; "
+            "evaluate again"
+        ) from None
+    except NETWORK_ERRORS as error:
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise  # this machine's own disk
+        raise _broken(host, f"{folder / name} could not be read", error) from error
+
+
+def _broken(host: Host, what: str, error: Exception) -> DFlashError:
+    """Whether it was the link, or an answer of the host's file system: paramiko has only ``OSError`` for the latter."""
+    if type(error) in (OSError, PermissionError):
+        return _refused_by_disk(host, f"{what}: {error}")
+    return ConnectionFailed(f"{host.name}: {what}: {said(str(error) or type(error).__name__)}")
+
+
+def _refused_by_disk(host: Host, why: str) -> EvaluationError:
+    if os.strerror(errno.ENOSPC) in why:
+        return HostDiskFullError(f"{host.name}: {said(why)}; free space there, old folders in its cache can go")
+    return EvaluationError(f"{host.name}: {said(why)}; correct the folders in hosts.yaml, or who may write there")
+
+
+def _failed(connector: Connector, host: Host, job: str, ended: JobStatus, last: str) -> EvaluationError:
+    told = _failure(connector, host, workspace(host, job))
+    how = ended.message or f"ended with exit code {ended.exit}"
+    if told is None:
+        return EvaluationError(f"the evaluation on {host.name} {how}: {last or 'it printed nothing'}")
+    error = SAID_BY_HOSTS.get(told.state, EvaluationError)
+    return error(f"the evaluation on {host.name} {how}: {said(told.message)}")
+
+
+def _failure(connector: Connector, host: Host, place: Workspace) -> Failure | None:
+    """What the host wrote about the failure; None where it wrote nothing, which is not worth another failure."""
+    with suppress(*NETWORK_ERRORS, DFlashError), connector.connect(host) as connection:
+        file: Any = connection.sftp().open(str(place.failure))
+        with file:
+            return parse_failure(file.read(LONGEST_FAILURE))
+    return None
+
+
+def _kept(job: str, state: Path | None) -> Path:
+    return (state or state_dir()) / "evaluations" / f"{job}.json"
+
+
+class LineSplitter:
+    """Takes UTF-8 in pieces of any size and hands on whole lines, escaped; a carriage return ends a line as well."""
+
+    def __init__(self, on_line: Callable[[str], None]) -> None:
+        self._on_line = on_line
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._rest = ""
+        self.last = ""
+
+    def write(self, piece: bytes) -> None:
+        """Take what has arrived; it may end in the middle of a character."""
+        *lines, self._rest = (self._rest + self._decoder.decode(piece)).replace("\r", "\n").split("\n")
+        for line in lines:
+            self._hand_on(line)
+
+    def close(self) -> None:
+        """Hand on what came without an end of line."""
+        self._hand_on(self._rest)
+        self._rest = ""
+
+    def _hand_on(self, line: str) -> None:
+        if line.strip():
+            self.last = said(line.strip())
+            self._on_line(said(line))
