@@ -13,20 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
-import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from dflash.errors import UsageError
 from tasks import public_keys
 from tasks.actions import PathError, escape, normalise_path
+from tasks.hosts_yaml import InventoryError, KeyPath, Lines, read
 from tasks.quantities import rate
-
-KeyPath = tuple[str | int, ...]
-TEXT_KEYS = ("tag:yaml.org,2002:str", "tag:yaml.org,2002:merge")
-
-
-class InventoryError(UsageError):
-    """``hosts.yaml`` is missing or says something that cannot be."""
 
 
 class UnknownHostError(UsageError):
@@ -315,8 +308,7 @@ def load(path: Path | None = None) -> Inventory:
 
 def parse(text: str, *, source: str = "hosts.yaml") -> Inventory:
     """The inventory in ``text``; errors begin with ``source``, the line and the key they are about."""
-    tree, lines = _read_yaml(text, source)
-    where = _Where(source, lines)
+    tree, where = read(text, source)
     if not isinstance(tree, dict):
         raise InventoryError(f"{source}: expected a mapping with version, guard and hosts, found {type(tree).__name__}")
     _name_hosts(tree, where)
@@ -330,62 +322,7 @@ def parse(text: str, *, source: str = "hosts.yaml") -> Inventory:
     return inventory
 
 
-@dataclass(frozen=True)
-class _Where:
-    source: str
-    lines: dict[KeyPath, int]
-
-    def error(self, key: KeyPath, message: str) -> InventoryError:
-        known = next((key[:length] for length in range(len(key), 0, -1) if key[:length] in self.lines), None)
-        line = f":{self.lines[known]}" if known is not None else ""
-        return InventoryError(f"{self.source}{line}: {escape(_dotted(key))}: {message}")
-
-
-def _dotted(key: KeyPath) -> str:
-    return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in key).lstrip(".")
-
-
-def _read_yaml(text: str, source: str) -> tuple[Any, dict[KeyPath, int]]:
-    try:
-        loader = yaml.SafeLoader(text)
-        node = loader.get_single_node()
-        if node is None:
-            return None, {}
-        lines = dict(_lines(node, (), source))
-        return loader.construct_document(node), lines
-    except yaml.MarkedYAMLError as error:
-        line = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
-        raise InventoryError(f"{source}{line}: not YAML: {error.problem}") from None
-    except yaml.YAMLError as error:
-        raise InventoryError(f"{source}: not YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise InventoryError(f"{source}: a YAML anchor contains itself; write the values out") from None
-    except (ValueError, AttributeError):
-        raise InventoryError(f"{source}: not YAML: a tagged value, a date or a number cannot be read") from None
-
-
-def _lines(node: yaml.Node, key: KeyPath, source: str) -> Iterator[tuple[KeyPath, int]]:
-    """The line of every key; raises for a key that stands twice, which YAML readers let pass."""
-    yield key, node.start_mark.line + 1
-    if isinstance(node, yaml.MappingNode):
-        seen: dict[str, int] = {}
-        for name, value in node.value:
-            word, line = str(name.value), name.start_mark.line + 1
-            inner = (*key, word)
-            if name.tag not in TEXT_KEYS:
-                raise InventoryError(f"{source}:{line}: {escape(_dotted(inner))}: YAML reads no text here; quote it")
-            if word in seen:
-                first = f"also in line {seen[word]}"
-                raise InventoryError(f"{source}:{line}: {escape(_dotted(inner))}: given twice ({first}); keep one")
-            seen[word] = line
-            yield from _lines(value, inner, source)
-            yield inner, line
-    elif isinstance(node, yaml.SequenceNode):
-        for index, value in enumerate(node.value):
-            yield from _lines(value, (*key, index), source)
-
-
-def _name_hosts(tree: dict[str, Any], where: _Where) -> None:
+def _name_hosts(tree: dict[str, Any], where: Lines) -> None:
     """Write each host's key into it as its name."""
     hosts = tree.get("hosts")
     for name, host in hosts.items() if isinstance(hosts, dict) else ():
@@ -395,7 +332,7 @@ def _name_hosts(tree: dict[str, Any], where: _Where) -> None:
             host["name"] = str(name)
 
 
-def _first(error: ValidationError, where: _Where) -> InventoryError:
+def _first(error: ValidationError, where: Lines) -> InventoryError:
     problems = error.errors(include_url=False)
     problem = problems[0]
     key: KeyPath = tuple(part for part in problem["loc"] if part != "[key]")

@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 
 from tasks import inventory, public_keys
-from tasks.inventory import Inventory, InventoryError, LocationError, UnknownHostError
+from tasks.hosts_yaml import InventoryError
+from tasks.inventory import Inventory, LocationError, UnknownHostError
 
 SHIPPED = Path(__file__).parents[2] / "hosts.yaml"
 TEXT = SHIPPED.read_text()
