@@ -15,12 +15,10 @@ from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, lis
 from tasks import jobs as watched
 from tasks import launching
 from tasks.actions import escape, said
-from tasks.approvals import Approval, Approved
 from tasks.audit import show_time
 from tasks.errors import Refused
 from tasks.inventory import Host
 from tasks.jobs import JobStatus, SignalName
-from tasks.plans import Plan
 from tasks.quantities import show_size
 from tasks.run_file import read_run
 from tasks.ssh import ConnectionFailed, Connector
@@ -85,20 +83,23 @@ def list_jobs(
         if plan:
             show_plan(connector.store, needed, f"the jobs of {one.name}", as_json=as_json)
             return
-        found = {one.name: watched.all_statuses(connector, one, _reading(connector, needed))}
+        found = {
+            one.name: watched.all_statuses(
+                connector, one, watched.require_observation(connector.store, one, None, asked_here())
+            )
+        }
         _show_jobs(found, as_json=as_json)
         return
     if plan:
         raise UsageError("name the host whose plan is to be shown")
     found, unknown = {}, []
     for one in (each for each in connector.inventory.hosts.values() if each.jobs is not None):
-        needed = watched.plan_observation(one)
-        approved = None if needed is None else connector.store.find(needed)
-        if needed is not None and approved is None:
+        approval = watched.approval_in_force(connector.store, one)
+        if one.protected and approval is None:
             unknown.append(f"{one.name}: looking there needs an approval: dflash-ops jobs list {one.name}")
             continue
         try:
-            found[one.name] = watched.all_statuses(connector, one, None if approved is None else approved.read)
+            found[one.name] = watched.all_statuses(connector, one, approval)
         except (ConnectionFailed, Refused) as error:
             unknown.append(str(error))
     _show_jobs(found, as_json=as_json)
@@ -117,7 +118,8 @@ def status(
     if plan:
         show_plan(connector.store, needed, f"job {job} of {one.name}", as_json=as_json)
         return
-    found = watched.status(connector, one, _reading(connector, needed), job)
+    reading = watched.require_observation(connector.store, one, job, asked_here())
+    found = watched.status(connector, one, reading, job)
     if as_json:
         typer.echo(json.dumps({"host": one.name, **asdict(found)}))
     else:
@@ -142,7 +144,7 @@ def logs(
     if plan:
         show_plan(connector.store, needed, f"the log of job {job} of {one.name}", as_json=False)
         return
-    reading = _reading(connector, needed)
+    reading = watched.require_observation(connector.store, one, job, asked_here())
     written, show = offset, _Printer()
 
     def on_bytes(piece: bytes) -> None:
@@ -184,7 +186,7 @@ def stop(
     if plan:
         show_plan(connector.store, needed, f"stop job {job} of {one.name}", as_json=as_json)
         return
-    approved = _approved(connector, needed)
+    approved = None if needed is None else connector.store.require(needed, asked_here())
     pid = watched.stop(connector, one, None if approved is None else approved.of(action), action)
     if as_json:
         typer.echo(json.dumps({"host": one.name, "job": job, "signal": signal, "pid": pid}))
@@ -193,15 +195,6 @@ def stop(
             f"{job} on {one.name}: SIG{signal} sent to process {pid} and those it started; whether it ended says "
             f"dflash-ops jobs status {one.name} {job}"
         )
-
-
-def _approved(connector: Connector, needed: Plan | None) -> Approved | None:
-    return None if needed is None else connector.store.require(needed, asked_here())
-
-
-def _reading(connector: Connector, needed: Plan | None) -> Approval | None:
-    approved = _approved(connector, needed)
-    return None if approved is None else approved.read
 
 
 def _show_jobs(found: dict[str, tuple[JobStatus, ...]], *, as_json: bool) -> None:

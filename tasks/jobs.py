@@ -19,12 +19,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dflash.errors import DFlashError, UsageError
 from tasks import changes
 from tasks.actions import ReadGrant, Signal, escape, said
-from tasks.approvals import Approval
+from tasks.approvals import Approval, ApprovalStore
 from tasks.channel import GateError, RequestFailed
 from tasks.errors import HostBusy
 from tasks.gate import Entry, GateSession, JobRecord, open_session
 from tasks.inventory import Host
 from tasks.plans import Plan
+from tasks.requests import Origin
 from tasks.ssh import ConnectionFailed, Connector
 
 State = Literal["running", "exited", "vanished", "unreachable", "unknown job"]
@@ -40,7 +41,9 @@ PROTECTED_POLL_SECONDS = 10.0
 PIECE = 1 << 20
 LONGEST_RECORD = 1 << 20
 MOST_JOBS = 200
-GRANT_SESSIONS, GRANT_BYTES = 20_000, 1 << 30
+GRANT_SESSIONS, GRANT_BYTES = 2_000, 1 << 28
+LEAST_BYTES = 1 << 20
+"""What one look may read; an approval with that much left is enough for it."""
 
 Model = TypeVar("Model", bound=BaseModel)
 Answer = TypeVar("Answer")
@@ -108,8 +111,28 @@ def plan_observation(
     return Plan(grant=grant, effect=f"{what} looked at, with all they write; nothing changes")
 
 
+def approval_in_force(store: ApprovalStore, host: Host, job: str | None = None) -> Approval | None:
+    """An approval under which ``job``, or all jobs, of a protected host may be looked at now; None without one."""
+    least = plan_observation(host, job, sessions=1, bytes=LEAST_BYTES)
+    approved = None if least is None else store.find(least)
+    return None if approved is None else approved.read
+
+
+def require_observation(
+    store: ApprovalStore, host: Host, job: str | None = None, origin: Origin | None = None
+) -> Approval | None:
+    """The approval under which ``job``, or all jobs, may be looked at; None on an unprotected host.
+
+    Raises ``Refused`` without one, which names the request for :func:`plan_observation`.
+    """
+    plan = plan_observation(host, job)
+    if plan is None:
+        return None
+    return approval_in_force(store, host, job) or store.require(plan, origin).read
+
+
 def status(connector: Connector, host: Host, approval: Approval | None, job: str) -> JobStatus:
-    """How ``job`` is, from one short reading session; ``approval`` is of :func:`plan_observation`.
+    """How ``job`` is, from one short reading session; ``approval`` is of :func:`require_observation`.
 
     A host that does not answer makes it ``unreachable``, whatever the job does.
 

@@ -19,12 +19,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash.errors import DFlashError, UsageError
 from tasks import changes
-from tasks.actions import AnyChange, FileDigest, Launch, Put, said
+from tasks.actions import AnyChange, FileDigest, Launch, Put, escape, said
 from tasks.actions import Run as Command
-from tasks.approvals import Approved
+from tasks.approvals import Approval, Approved
 from tasks.channel import GateError, RequestFailed
 from tasks.inventory import Host, Inventory
-from tasks.jobs import JobStatus, job_folder, jobs_folder, plan_observation, status
+from tasks.jobs import JobStatus, approval_in_force, job_folder, jobs_folder, plan_observation, status
 from tasks.plans import Plan
 from tasks.requests import write_whole
 from tasks.run_file import Described, Sent, fill
@@ -173,11 +173,10 @@ def find(connector: Connector, prepared: Prepared) -> Launched | None:
 
     :raises ConnectionFailed: the host does not answer.
     """
-    plan = plan_observation(prepared.host, prepared.job)
-    approved = None if plan is None else connector.store.find(plan)
-    if plan is not None and approved is None:
+    approval = approval_in_force(connector.store, prepared.host, prepared.job)
+    if prepared.host.protected and approval is None:
         return None
-    return _found(connector, prepared, approved)
+    return _found(connector, prepared, approval)
 
 
 def launch(connector: Connector, prepared: Prepared, approved: Approved | None) -> Launched:
@@ -189,20 +188,19 @@ def launch(connector: Connector, prepared: Prepared, approved: Approved | None) 
     :raises LaunchError: it was not started; :class:`DiskFullError` where no room was left.
     """
     host = prepared.host
+    reading = None if approved is None else approved.read
     remember(prepared)
-    if approved is None:
-        _make_folder(connector, host)
     for put, content in prepared.puts:
+        approval = None if approved is None else approved.of(put)
         try:
-            changes.put(connector, host, None if approved is None else approved.of(put), put, io.BytesIO(content))
+            _put_there(connector, host, approval, put, content)
         except RequestFailed as error:
-            if not (THERE_ALREADY in error.reason and put.sha256 in error.reason):
-                raise _failed(host, f"{put.path} was not written", error) from None
+            raise _failed(host, f"{escape(put.path)} was not written", error) from None
     try:
         approval = None if approved is None else approved.of(prepared.launch)
         pid = changes.launch(connector, host, approval, prepared.launch)
     except RequestFailed as error:
-        found = _found(connector, prepared, approved) if "File exists" in error.reason else None
+        found = _found(connector, prepared, reading) if "File exists" in error.reason else None
         if found is not None:
             return found
         raise _failed(host, f"job {prepared.job} was not started", error) from None
@@ -263,8 +261,21 @@ def _put(host: Host, path: str, file: Sent) -> Put:
     )
 
 
-def _found(connector: Connector, prepared: Prepared, approved: Approved | None) -> Launched | None:
-    found = status(connector, prepared.host, None if approved is None else approved.read, prepared.job)
+def _put_there(connector: Connector, host: Host, approval: Approval | None, put: Put, content: bytes) -> None:
+    """Write one file; the same content that is there already is as good. Raises :class:`RequestFailed`."""
+    try:
+        changes.put(connector, host, approval, put, io.BytesIO(content))
+    except RequestFailed as error:
+        if THERE_ALREADY in error.reason and put.sha256 in error.reason:
+            return
+        if host.protected or "No such file" not in error.reason:
+            raise
+        _make_folder(connector, host)
+        changes.put(connector, host, None, put, io.BytesIO(content))
+
+
+def _found(connector: Connector, prepared: Prepared, reading: Approval | None) -> Launched | None:
+    found = status(connector, prepared.host, reading, prepared.job)
     if found.state == "unreachable":
         raise ConnectionFailed(found.message)
     return None if found.state == "unknown job" else Launched(prepared.host.name, found, found=True)
