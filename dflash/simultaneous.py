@@ -43,13 +43,22 @@ class Prompts:
         count = len(self.ids)
         random = np.random.default_rng(seed)
         self._weights = random.multinomial(count, np.full(count, 1 / count), size=draws).astype(np.float64)
+        self._known: dict[int, tuple[Totals, Resampled]] = {}
 
     def resample(self, totals: Totals) -> Resampled:
-        """What ``totals``, which have all prompts, come to. Raises ``KeyError`` for a prompt they lack."""
+        """What ``totals``, which have all prompts, come to; kept for the next time that these very ones are asked for.
+
+        Raises ``KeyError`` for a prompt they lack.
+        """
+        kept = self._known.get(id(totals))
+        if kept is not None and kept[0] is totals:
+            return kept[1]
         counted = np.array([totals[id] for id in self.ids], dtype=np.float64)
         advances, rounds = (self._weights @ counted).T
         whole = counted.sum(axis=0)
-        return Resampled(float(whole[0] / whole[1]), advances / rounds)
+        resampled = Resampled(float(whole[0] / whole[1]), advances / rounds)
+        self._known[id(totals)] = (totals, resampled)
+        return resampled
 
 
 def simultaneous(ours: Resampled, others: Sequence[Resampled], *, level: float) -> list[Difference]:
@@ -60,12 +69,10 @@ def simultaneous(ours: Resampled, others: Sequence[Resampled], *, level: float) 
     if not others:
         return []
     differences = np.array([ours.tau - other.tau for other in others])
-    deviations = [ours.drawn - other.drawn - difference for other, difference in zip(others, differences, strict=True)]
-    errors = np.array([float(np.std(deviation)) for deviation in deviations])
-    largest = np.zeros_like(ours.drawn)
-    for deviation, error in zip(deviations, errors, strict=True):
-        if error > 0:
-            np.maximum(largest, np.abs(deviation) / error, out=largest)
+    deviations = ours.drawn - np.stack([other.drawn for other in others]) - differences[:, None]
+    errors = deviations.std(axis=1)
+    differing = errors > 0
+    largest = np.abs(deviations[differing] / errors[differing, None]).max(axis=0, initial=0.0)
     widths = float(np.quantile(largest, level)) * errors
     return [
         Difference(float(difference), float(difference - width), float(difference + width))
