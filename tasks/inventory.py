@@ -189,6 +189,8 @@ class Host(Section):
     """Where its training writes checkpoints."""
     environments: RemotePath | None = None
     """Virtual environments; ``current/bin/dflash`` there is what runs."""
+    index: str | None = Field(default=None, pattern=r"^https?://[^\s@]+$")
+    """The package index that the host may install from, as it sees it; none: the one that this machine's pip uses."""
     jobs: RemotePath | None = None
     """A folder for each launched job."""
     cache: RemotePath | None = None
