@@ -1,28 +1,111 @@
-"""Runs that say they are running while nothing runs them: what a machine that went down leaves on the server.
+"""Runs that a process of this machine ran and runs no more: after a crash, and when ``dflash-ops serve`` is ended.
 
-A run is a process of this machine that carries its id in its environment; where there is none, the run has crashed, and
-whoever waits for it may know.
+The process of a run carries its id in its environment. Where none does, the run ends in the state :data:`STATE`, which says
+nothing about what it was for: whoever waits for that starts it again, and finds the job that it had launched.
 """
 
 import os
-from collections.abc import Collection, Iterable
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-    from prefect.client.schemas.objects import State
+    from prefect.client.schemas.objects import FlowRun, State
 
 STATE = "Vanished"
 RUN_VARIABLE = b"PREFECT__FLOW_RUN_ID="
+ENGINE = b"prefect.engine"
+"""The module whose process is the run."""
+END_SECONDS = 30.0
+JUST_NOW = timedelta(seconds=5)
+"""A signal for the whole process group reaches the runs before anybody here knows of it."""
+SHUTTING_DOWN = "Runner is shutting down."
+MOST_RUNS = 200
 
 
 def settle(client: "SyncPrefectClient", deployments: Collection[UUID]) -> list[UUID]:
-    """Have the runs of ``deployments`` that no process runs any more end in the state :data:`STATE`; their ids.
+    """Have the runs of ``deployments`` that no process runs any more end in :data:`STATE`; their ids.
 
     To be called before anything is started: a run that is just being started has no process yet.
     """
+    living = alive()
+    gone = [run.id for run in _going(client, deployments) if str(run.id) not in living]
+    _vanish(client, gone, "nothing runs it any more: this machine or dflash-ops serve went down")
+    return gone
+
+
+def interrupt(
+    client: "SyncPrefectClient", deployments: Collection[UUID], stop: Callable[[], None] = lambda: None
+) -> list[UUID]:
+    """End what runs of ``deployments``, then call ``stop``, which ends what starts runs; the ids of the interrupted.
+
+    Each is asked by SIGTERM first, so that it leaves nothing behind, and ends in :data:`STATE`: it failed at nothing.
+    """
+    begun = datetime.now(UTC) - JUST_NOW
+    going = {str(run.id) for run in _going(client, deployments)}
+    _end({run: pid for run, pid in alive().items() if run in going})
+    stop()
+    found = [*_going(client, deployments), *_broken_off(client, deployments, begun)]
+    interrupted = [run.id for run in found]
+    _vanish(client, interrupted, "dflash-ops serve was ended; when it serves again, this is taken up again")
+    return interrupted
+
+
+def alive() -> dict[str, int]:
+    """The flow runs that a process of this machine, one of this user's, is running, with its pid."""
+    return {run: pid for pid, run in _runs()}
+
+
+def _runs() -> Iterator[tuple[int, str]]:
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # another user's, or it has just ended
+            # what a run starts has its id as well, and may outlive it
+            if ENGINE not in (process / "cmdline").read_bytes().split(b"\0"):
+                continue
+            for entry in (process / "environ").read_bytes().split(b"\0"):
+                if entry.startswith(RUN_VARIABLE):
+                    yield int(process.name), os.fsdecode(entry.removeprefix(RUN_VARIABLE))
+
+
+def _end(running: dict[str, int]) -> None:
+    for pid in running.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + END_SECONDS
+    while running.keys() & alive().keys():
+        if time.monotonic() > deadline:
+            for run, pid in alive().items():
+                if run in running:
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            return
+        time.sleep(0.1)
+
+
+def _going(client: "SyncPrefectClient", deployments: Collection[UUID]) -> "list[FlowRun]":
+    from prefect.client.schemas.objects import StateType
+
+    return _of(client, deployments, [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
+
+
+def _broken_off(client: "SyncPrefectClient", deployments: Collection[UUID], since: datetime) -> "list[FlowRun]":
+    """Runs that ended since then because of a signal, and not because of what they did."""
+    from prefect.client.schemas.filters import FlowRunFilterEndTime
+    from prefect.client.schemas.objects import StateType
+
+    ended = FlowRunFilterEndTime(after_=since)  # type: ignore[arg-type]  # the same type under another name
+    crashed = _of(client, deployments, [StateType.CRASHED], end_time=ended)
+    cancelled = _of(client, deployments, [StateType.CANCELLED], end_time=ended)
+    return [*crashed, *(run for run in cancelled if run.state is not None and run.state.message == SHUTTING_DOWN)]
+
+
+def _of(client: "SyncPrefectClient", deployments: Collection[UUID], types: list[Any], **more: Any) -> "list[FlowRun]":
     from prefect.client.schemas.filters import (
         DeploymentFilter,
         DeploymentFilterId,
@@ -30,37 +113,17 @@ def settle(client: "SyncPrefectClient", deployments: Collection[UUID]) -> list[U
         FlowRunFilterState,
         FlowRunFilterStateType,
     )
-    from prefect.client.schemas.objects import StateType
+
+    return client.read_flow_runs(
+        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=types)), **more),
+        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=list(deployments))),
+        limit=MOST_RUNS,
+    )
+
+
+def _vanish(client: "SyncPrefectClient", runs: Collection[UUID], message: str) -> None:
     from prefect.states import Crashed
 
-    going = [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING]
-    runs = client.read_flow_runs(
-        flow_run_filter=FlowRunFilter(state=FlowRunFilterState(type=FlowRunFilterStateType(any_=going))),
-        deployment_filter=DeploymentFilter(id=DeploymentFilterId(any_=list(deployments))),
-    )
-    living = alive()
-    gone = [run.id for run in runs if str(run.id) not in living]
-    for run in gone:
-        state: State[Any] = Crashed(
-            name=STATE, message="nothing runs it any more: this machine or dflash-ops serve went down"
-        )
+    for run in runs:
+        state: State[Any] = Crashed(name=STATE, message=message)
         client.set_flow_run_state(run, state, force=True)
-    return gone
-
-
-def alive() -> set[str]:
-    """The ids of the flow runs that a process of this machine, one of this user's, is running."""
-    return {run for environment in _environments() if (run := _run_of(environment)) is not None}
-
-
-def _environments() -> Iterable[bytes]:
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            yield (process / "environ").read_bytes()
-        except OSError:
-            continue  # another user's, or it has just ended
-
-
-def _run_of(environment: bytes) -> str | None:
-    found = (entry.removeprefix(RUN_VARIABLE) for entry in environment.split(b"\0") if entry.startswith(RUN_VARIABLE))
-    return next((os.fsdecode(run) for run in found), None)

@@ -7,6 +7,7 @@ Prefect installation is read or changed. Runs go to the server that ``PREFECT_AP
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from tasks import process
@@ -66,12 +67,31 @@ def serving() -> str | None:
         return None
 
 
-def record_serving(api: str) -> None:
-    """Write down that this process serves ``api``; what is left of it after a crash names a process that is gone."""
-    pid = os.getpid()
-    record, new = _record(), _record().with_suffix(".new")
-    new.write_text(json.dumps({"api": api, "pid": pid, "birth": process.birth(pid)}), encoding="utf-8")
+def record_serving(api: str, workers: Iterable[int] = ()) -> None:
+    """Write down that this process serves ``api`` with these worker processes.
+
+    What is left of it after a crash names a process that is gone, and workers that may be there.
+    """
+    own, record = os.getpid(), _record()
+    content = {
+        "api": api,
+        "pid": own,
+        "birth": process.birth(own),
+        "workers": {pid: process.birth(pid) for pid in workers},
+    }
+    new = record.with_suffix(".new")
+    new.write_text(json.dumps(content), encoding="utf-8")
     new.replace(record)
+
+
+def left_over() -> list[int]:
+    """The workers of the last ``dflash-ops serve`` that are still there."""
+    try:
+        workers = json.loads(_record().read_text(encoding="utf-8"))["workers"]
+        alive = {pid: birth for pid, birth in workers.items() if birth is not None and process.birth(int(pid)) == birth}
+        return list(map(int, alive))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return []
 
 
 def forget_serving() -> None:

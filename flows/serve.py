@@ -1,4 +1,4 @@
-"""``dflash-ops serve``: an embedded Prefect server, every deployment and the watch, in one process until it is ended.
+"""``dflash-ops serve``: an embedded Prefect server, every deployment and the watches, in one process until it is ended.
 
 What a run started on a host goes on there by itself. Ending this process ends its runs; what they were about is in the
 ledger, and the next ``serve`` takes it up again.
@@ -7,36 +7,35 @@ ledger, and the next ``serve`` takes it up again.
 import asyncio
 import fcntl
 import os
-import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
 
 import typer
 
-from dflash.errors import DFlashError
-from flows import prefect_database, pruning
+from dflash.errors import DFlashError, UsageError
+from dflash.prompts import read_prompts, require_thinking
+from flows import prefect_database, pruning, workers
 from flows.deployments import Nightly, deployments
 from flows.embedded_server import EmbeddedServer, ServerError, answers, api_url
-from flows.interrupted import settle
-from flows.prefect_home import configure_prefect, forget_serving, home, record_serving, serving
+from flows.prefect_home import configure_prefect, home, serving
 from flows.pruning import Retention
+from flows.serving import POLL_SECONDS, Serving, end_left_over
 from flows.terminal import HostsFile
+from flows.watching import Watching, default_suite, saved_trigger, sources
+from flows.workers import Workers
 from tasks import inventory
+from tasks.actions import escape
+from tasks.inventory import Inventory
 from tasks.state import state_dir
-
-if TYPE_CHECKING:
-    from prefect.deployments.runner import RunnerDeployment
-    from prefect.runner import Runner
+from tasks.watch import Rules
 
 PORT = 4200
-POLL_SECONDS = 2
-RUNS_AT_ONCE = 8
 CLIENT_RETRIES = 9
 """With a doubling pause from 2 s on: a run waits some ten minutes for a server that is being restarted."""
-
-Wake = Callable[[], None]
 
 
 class AlreadyServingError(DFlashError):
@@ -46,9 +45,18 @@ class AlreadyServingError(DFlashError):
 
 
 def serve(
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the Prefect server, on 127.0.0.1.")] = PORT,
+    watched: Annotated[
+        list[str] | None, typer.Option("--watch", metavar="HOST:/FOLDER", help="Else all that hosts.yaml names.")
+    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Of what is found; the shipped coding10 by default.")] = None,
+    thinking: Annotated[str, typer.Option(help="on or off, for prompts that are chats.")] = "off",
+    max_new_tokens: Annotated[int, typer.Option(min=2, help="Tokens of each completion.")] = 256,
+    by_event: Annotated[
+        bool, typer.Option("--by-event", help="Events start evaluations, not the watch itself.")
+    ] = False,
     nightly: Annotated[str, typer.Option(help="Cron schedule of the nightly comparison.")] = Nightly.cron,
     timezone: Annotated[str, typer.Option(help="Its timezone, as in Europe/Berlin.")] = Nightly.timezone,
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Of the Prefect server, on 127.0.0.1.")] = PORT,
     keep_runs: Annotated[float, typer.Option(help="Days that ended runs are kept with their logs.")] = Retention.runs,
     keep_events: Annotated[float, typer.Option(help="Days that events are kept.")] = Retention.events,
     hosts: HostsFile = None,
@@ -57,14 +65,42 @@ def serve(
 
     With PREFECT_API_URL set, that server is used; else one is started here, over SQLite in the state folder.
     """
-    inventory.load(hosts)
+    known = inventory.load(hosts)
     keep = Retention(runs=keep_runs, events=keep_events)
+    watches = _watches(known, watched, prompts, thinking, max_new_tokens, by_event, hosts)
     with _alone():
+        end_left_over()
         embedded = configure(port, keep)
-        wanted = deployments(hosts, nightly=Nightly(nightly, timezone))
+        more = {"evaluate_checkpoint": workers.deployment_options(known)}
+        if by_event:
+            more["evaluate_checkpoint"]["triggers"] = [saved_trigger(one) for one in watches]
+        wanted = deployments(hosts, nightly=Nightly(nightly, timezone), more=more)
         with _server(port) if embedded else _others_server() as server:
-            asyncio.run(_run(wanted, server))
+            shared = Workers(tuple(host.name for host in workers.sharing_hosts(known)), state_dir() / "logs")
+            asyncio.run(Serving(wanted, watches, shared, server, _say).run())
     _say("ended")
+
+
+def _watches(
+    known: Inventory,
+    watched: Sequence[str] | None,
+    prompts: Path | None,
+    thinking: str,
+    max_new_tokens: int,
+    by_event: bool,
+    hosts: Path | None,
+) -> list[Watching]:
+    if thinking not in ("on", "off"):
+        raise UsageError(f"--thinking '{escape(thinking)}' is neither on nor off")
+    suite = replace(default_suite(), thinking=thinking, max_new_tokens=max_new_tokens)
+    if prompts is not None:
+        suite = replace(suite, prompts=prompts)
+    require_thinking(read_prompts(suite.prompts).prompts, thinking == "on")
+    found = tuple(watched or sources(known))
+    for source in found:
+        known.location(source)
+    rules = Rules(at_once=1 + sum(host.role == "inference" for host in known.hosts.values()), by_event=by_event)
+    return [Watching(source, suite, hosts=hosts, rules=rules) for source in found]
 
 
 def configure(port: int, keep: Retention) -> bool:
@@ -117,40 +153,6 @@ def _others_server() -> Iterator[None]:
     if not answers(api):
         raise ServerError(f"no Prefect server answers at {api}, which PREFECT_API_URL names: start it, or unset it")
     yield
-
-
-async def _run(wanted: "Sequence[RunnerDeployment]", server: EmbeddedServer | None) -> None:
-    """Apply the deployments and run what is due of them until SIGTERM or Ctrl-C."""
-    from prefect.client.orchestration import get_client
-    from prefect.runner import Runner
-
-    runner = Runner("dflash", query_seconds=POLL_SECONDS, limit=RUNS_AT_ONCE, pause_on_shutdown=False)
-    ids = [await runner.aadd_deployment(one) for one in wanted]
-    with get_client(sync_client=True) as client:
-        vanished = settle(client, ids)
-    if vanished:
-        _say(f"{len(vanished)} runs of an earlier dflash-ops serve were not running any more")
-    api = os.environ["PREFECT_API_URL"]
-    record_serving(api)
-    try:
-        # Ctrl-C ends as SIGTERM does, which the runner takes for itself
-        signal.signal(signal.SIGINT, runner.handle_sigterm)
-        _say(f"serving {api.removesuffix('/api')} until Ctrl-C")
-        async with asyncio.TaskGroup() as group:
-            guard = group.create_task(_guard(runner, server))
-            await runner.start()
-            guard.cancel()
-    finally:
-        forget_serving()
-    if server is not None and not server.alive:
-        raise ServerError("the Prefect server ended by itself; start dflash-ops serve again")
-
-
-async def _guard(runner: "Runner", server: EmbeddedServer | None) -> None:
-    """End the runner when the server is gone: whoever started this process starts all of it anew."""
-    while server is None or server.alive:
-        await asyncio.sleep(1)
-    await runner.astop()
 
 
 def _say(text: str) -> None:
