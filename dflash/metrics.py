@@ -13,6 +13,7 @@ the first one, which the prefill gave, and τ = (tokens - 1) / rounds holds exac
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import lru_cache
 
 import numpy as np
 from numpy.typing import NDArray
@@ -260,10 +261,15 @@ def _share(part: int, whole: int) -> float | None:
 
 def _bootstrap(totals: Sequence[tuple[int, int]], seed: int) -> NDArray[np.float64]:
     """[draws]: pooled τ of each bootstrap sample; the same seed and number of prompts draw the same prompts."""
-    prompts = len(totals)
-    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=BOOTSTRAP_DRAWS)
-    advances, rounds = (drawn @ np.array(totals, dtype=np.float64)).T
+    advances, rounds = (_drawn(len(totals), seed) @ np.array(totals, dtype=np.float64)).T
     return np.asarray(advances / rounds, dtype=np.float64)
+
+
+@lru_cache(maxsize=2)
+def _drawn(prompts: int, seed: int) -> NDArray[np.float64]:
+    """[draws, prompts]: how often each prompt is in each sample; kept, since drawing takes most of a bootstrap's time."""
+    drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=BOOTSTRAP_DRAWS)
+    return drawn.astype(np.float64)
 
 
 def _middle_95(values: NDArray[np.float64]) -> tuple[float, float]:

@@ -94,13 +94,13 @@ def section(id: str, title: str, *children: object, lead: object = None) -> Html
     )
 
 
-def chart(id: str, title: str, table: Html, *, note: object = None, height: int = 260) -> Html:
-    """A place in which the script draws ``id``, above the same figures as a table."""
+def chart(id: str, title: str, table: Html | None, *, note: object = None, height: int = 260) -> Html:
+    """A place in which the script draws ``id``, above the same figures as a table, unless one stands elsewhere."""
     return tag(
         "figure",
         tag("figcaption", tag("strong", title), None if note is None else tag("span", note)),
         tag("div", class_="chart", id=id, data_height=height),
-        tag("details", tag("summary", "as a table"), table),
+        None if table is None else tag("details", tag("summary", "as a table"), table),
         class_="panel",
     )
 

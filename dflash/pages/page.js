@@ -91,7 +91,7 @@ function chart(id, legend, paint) {
     width = place.clientWidth;
     const height = Number(place.dataset.height);
     const title = place.closest("figure").querySelector("figcaption strong").textContent;
-    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: 0, role: "img", "aria-label": `${title}: a chart, its figures are in the table below; arrow keys read it` });
+    const svg = draw("svg", { viewBox: `0 0 ${width} ${height}`, height, tabindex: 0, role: "img", "aria-label": `${title}: a chart, its figures are in the table; arrow keys read it` });
     place.replaceChildren(svg);
     paint(svg, width, height, place);
   };
@@ -149,7 +149,7 @@ function lineChart(id, { x, y, series, rules = [] }) {
     }
     const cursor = draw("line", { class: "cursor", y1: edge.top, y2: edge.bottom });
     svg.append(cursor);
-    for (const one of series) {
+    for (const one of series.toReversed()) {  // the first one lies on top
       const group = draw("g", { class: `s-${one.colour}` });
       let path = "", pen = "M";
       for (const point of one.points) {
@@ -162,6 +162,7 @@ function lineChart(id, { x, y, series, rules = [] }) {
         if (!missing(point.low)) group.append(draw("line", { class: "whisker", x1: at(point.x), x2: at(point.x), y1: up(point.low), y2: up(point.high) }));
         if (!one.marker) continue;
         const shape = mark(point.marker ?? one.marker, at(point.x), up(point.y), point.hollow ?? one.hollow);
+        if (point.colour) shape.classList.add(`s-${point.colour}`);
         group.append(point.href ? draw("a", { href: point.href, "aria-label": point.said }, shape) : shape);
       }
       svg.append(group);

@@ -72,67 +72,11 @@ function both(of, as = "points") {
   return made;
 }
 
-// ---- prompts ------------------------------------------------------------------------------------------------------
-
-const list = document.querySelector(".prompts");
-const rows = [...list.children];
-const texts = new Map();
-
-(function sorting() {
-  let falling = true;
-  const [by, direction, find] = [byId("sort"), byId("direction"), byId("find")];
-  const value = (row) => {
-    if (by.value === "order") return -Number(row.dataset.place);
-    if (by.value === "id") return figures.ids[row.dataset.place];
-    return row.dataset[by.value] === "–" ? null : Number(row.dataset[by.value]);
-  };
-  const compare = (a, b) => {
-    const [one, other] = [value(a), value(b)];
-    if (one === null || other === null) return (one === null) - (other === null);  // missing ones last, either way
-    const order = by.value === "id" ? other.localeCompare(one, undefined, { numeric: true }) : one - other;
-    return (falling ? -order : order) || a.dataset.place - b.dataset.place;
-  };
-  const sort = () => list.append(...rows.sort(compare));
-  by.addEventListener("change", sort);
-  direction.addEventListener("click", () => {
-    falling = !falling;
-    direction.textContent = falling ? "↓ falling" : "↑ rising";
-    direction.setAttribute("aria-pressed", String(!falling));
-    sort();
-  });
-  find.addEventListener("input", () => {
-    const wanted = find.value.toLowerCase();
-    let found = 0;
-    for (const row of rows) {
-      const place = row.dataset.place;
-      if (wanted && !texts.has(place)) texts.set(place, `${figures.ids[place]}\n${block(`prompt-${place}`).text}`.toLowerCase());
-      row.hidden = wanted !== "" && !texts.get(place).includes(wanted);
-      found += !row.hidden;
-    }
-    byId("found").textContent = wanted ? `${found} of ${rows.length} prompts` : `${rows.length} prompts`;
-  });
-})();
-
-list.addEventListener("click", (event) => {
-  const button = event.target.closest("button[aria-controls]");
-  if (button) toggle(button.parentElement, button.getAttribute("aria-expanded") === "false");
+promptList(byId("prompts"), {
+  name: (place) => figures.ids[place],
+  text: (place) => block(`prompt-${place}`).text,
+  open: (room, place) => showWalk(room, block(`prompt-${place}`)),
 });
-
-function toggle(row, open) {
-  const walk = byId(`walk-${row.dataset.place}`);
-  row.classList.toggle("open", open);
-  row.querySelector("button[aria-controls]").setAttribute("aria-expanded", String(open));
-  walk.hidden = !open;
-  if (open && !walk.hasChildNodes()) showWalk(walk, block(`prompt-${row.dataset.place}`));
-}
-
-function fromAddress() {
-  const row = byId(location.hash.slice(1))?.closest(".prompts > li");
-  if (!row) return;
-  toggle(row, true);
-  row.scrollIntoView();
-}
-addEventListener("hashchange", fromAddress);
 
 // ---- one prompt's rounds ------------------------------------------------------------------------------------------
 
@@ -145,11 +89,9 @@ function showWalk(place, prompt) {
   plain.hidden = true;
   const flow = make("pre", { class: "tokens", "aria-label": "the completion, round by round; arrow keys go from round to round" });
   const lens = make("div", { class: "lens", role: "status", tabindex: 0 }, make("p", {}, "Point at a round, or go from one to the next with the arrow keys, to see its whole block."));
-  const drafts = make("button", { type: "button", "aria-pressed": "true" }, "wrong drafts shown");
+  const drafts = make("button", { type: "button" }, "hide wrong drafts");
   drafts.addEventListener("click", () => {
-    const hidden = flow.classList.toggle("hide-drafts");
-    drafts.setAttribute("aria-pressed", String(!hidden));
-    drafts.textContent = hidden ? "wrong drafts hidden" : "wrong drafts shown";
+    drafts.textContent = flow.classList.toggle("hide-drafts") ? "show wrong drafts" : "hide wrong drafts";
   });
   const turn = make("button", { type: "button", "aria-pressed": "false" }, "plain text");
   turn.addEventListener("click", () => {
@@ -257,4 +199,4 @@ function blockOf(prompt, index) {
   ];
 }
 
-fromAddress();
+openFromAddress();

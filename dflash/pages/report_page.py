@@ -8,8 +8,10 @@ from typing import Any
 from dflash.metrics import FEWEST_PROMPTS, Round
 from dflash.pages.document import chart, document, masthead, section
 from dflash.pages.markup import NONE, Html, interval, join, number, percent, table, tag, text, visible
+from dflash.pages.prompt_list import prompt_row, prompt_tools
 from dflash.pages.rounds_view import commonest_misses, misses_by_rank, walk
 from dflash.report import Check, Metrics, Report
+from dflash.trend import training_tau
 
 SHOWN_MISSES = 12
 STATUS_WORDS = {"fail": "failed", "warn": "warning", "skipped": "not verified", "pass": "passed"}
@@ -44,7 +46,12 @@ def report_page(report: Report, rounds: Sequence[Round] = ()) -> str:
             id="content",
         ),
     )
-    return document(f"{report.headline()} · {name}", body, scripts=["page.js", "report.js"], data=_data(report, rounds))
+    return document(
+        f"{report.headline()} · {name}",
+        body,
+        scripts=["page.js", "prompts.js", "report.js"],
+        data=_data(report, rounds),
+    )
 
 
 def _name(report: Report) -> str:
@@ -313,52 +320,22 @@ def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
     size = report.settings.block_size
     keys = [("order", "as measured"), ("tau", "τ"), ("id", "name"), ("tokens", "tokens"), ("rounds", "rounds")]
     keys += [("difference", "difference from the reference")] if beside else []
-    tools = tag(
-        "div",
-        tag(
-            "label",
-            "Sort by ",
-            tag("select", *(tag("option", said, value=key) for key, said in keys), id="sort"),
-        ),
-        tag("button", "↓ falling", type="button", id="direction", aria_pressed="false"),
-        tag("label", "Find ", tag("input", type="search", id="find", placeholder="name or text")),
-        tag("span", f"{len(report.prompts)} prompts", id="found", role="status"),
-        class_="tools",
-    )
+    tools = prompt_tools(keys, len(report.prompts))
     rows = []
     for place, one in enumerate(report.prompts):
         difference = None if one.tau is None or one.reference_tau is None else one.tau - one.reference_tau
         said = f"{one.tokens} tokens, {one.rounds} rounds"
-        row = tag(
-            "button",
-            tag("span", one.id, class_="id"),
-            tag(
-                "span",
-                tag("i", class_="bar", style=f"width:{_at(one.tau, size):.2f}%") if one.tau is not None else None,
-                tag("i", class_="tick", style=f"left:{_at(one.reference_tau, size):.2f}%")
-                if one.reference_tau is not None
-                else None,
-                class_="track",
-            ),
-            tag("span", number(one.tau), class_="tau"),
-            tag("span", number(difference, sign="+") if beside else None, class_="difference") if beside else None,
-            tag("span", said, class_="counts"),
-            type="button",
-            aria_expanded="false",
-            aria_controls=f"walk-{place}",
-        )
-        rows.append(
-            tag(
-                "li",
-                row,
-                tag("div", id=f"walk-{place}", class_="walk", hidden=True),
-                data_place=place,
-                data_tau=number(one.tau, 9),
-                data_difference=number(difference, 9),
-                data_tokens=one.tokens,
-                data_rounds=one.rounds,
-            )
-        )
+        bars = [
+            None if one.tau is None else tag("i", class_="bar", style=f"width:{_at(one.tau, size):.2f}%"),
+            None
+            if one.reference_tau is None
+            else tag("i", class_="tick", style=f"left:{_at(one.reference_tau, size):.2f}%"),
+        ]
+        figures = [tag("span", number(one.tau), class_="tau")]
+        figures += [tag("span", number(difference, sign="+"), class_="difference")] if beside else []
+        figures.append(tag("span", said, class_="counts"))
+        sorted_by = {"tau": one.tau, "difference": difference, "tokens": one.tokens, "rounds": one.rounds}
+        rows.append(prompt_row(place, one.id, bars, figures, sorted_by))
     lead = join(
         "Each bar is a prompt's τ from 1 to the block size",
         ", the tick the reference's" if beside else "",
@@ -368,7 +345,16 @@ def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
         tag("span", "the token that was right", class_="key missed"),
         " where a ",
         tag("del", "wrong draft", class_="key"),
-        " ended the round, with its place among the drafter's candidates.",
+        " ended the round. Its number is its place among the drafter's candidates: ",
+        tag(
+            "span",
+            *(
+                tag("span", said, class_="missed", data_far=far)
+                for far, said in enumerate(("#2", "#3 to #8", "#9 to #64", "beyond"))
+            ),
+            class_="scale-of-ranks",
+        ),
+        ".",
     )
     left_out = (
         tag("p", f"Left out, for they were in the training data: {', '.join(report.left_out)}.", class_="note")
@@ -386,7 +372,15 @@ def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
         if not rounds or not report.token_texts
         else None
     )
-    return section("prompts", "By prompt", left_out, untold, tools, tag("ol", *rows, class_="prompts"), lead=lead)
+    return section(
+        "prompts",
+        "By prompt",
+        left_out,
+        untold,
+        tools,
+        tag("ol", *rows, class_="prompts" if beside else "prompts alone"),
+        lead=lead,
+    )
 
 
 def _curves(report: Report) -> Html:
@@ -445,8 +439,8 @@ def _anchors(report: Report) -> Html:
             *([number(reference.random_anchor_tau)] if reference is not None else []),
         ],
     ]
-    if training_tau(report) is not None:
-        rows.append(["training says", number(training_tau(report)), *([NONE] if both else [])])
+    if training_tau(report.training) is not None:
+        rows.append(["training says", number(training_tau(report.training)), *([NONE] if both else [])])
     return chart(
         "chart-anchors",
         "Walk against random anchors",
@@ -454,12 +448,6 @@ def _anchors(report: Report) -> Html:
         note="the walk stands where serving does; random anchors are blocks as training sees them, and training's own "
         "figure is its top-1 streak + 1",
     )
-
-
-def training_tau(report: Report) -> float | None:
-    """What the training's own top-1 streak, drafts only, makes with the bonus token: comparable with random anchors."""
-    streak = report.training.streak1 if report.training is not None else None
-    return None if streak is None else streak + 1
 
 
 def _checks(report: Report) -> Html:
@@ -645,7 +633,7 @@ def _data(report: Report, rounds: Sequence[Round]) -> dict[str, Any]:
             "blockSize": report.settings.block_size,
             "drafter": _figures(report.metrics),
             "reference": None if report.reference_metrics is None else _figures(report.reference_metrics),
-            "trainingTau": training_tau(report),
+            "trainingTau": training_tau(report.training),
             "misses": misses_by_rank(rounds) if rounds else None,
             "ids": [visible(one.id) for one in report.prompts],
         }
