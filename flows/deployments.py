@@ -79,4 +79,5 @@ def _schedule(name: str, nightly: Nightly | None) -> dict[str, Any]:
             "them as in '30 2 * * *' and Europe/Berlin"
         ) from error
     # a night at a time: what was missed collapses in the flow, keyed by its date
-    return {"schedules": [schedule], "concurrency_limit": 1}
+    parameters = {"cron": nightly.cron, "timezone": nightly.timezone}
+    return {"schedules": [schedule], "concurrency_limit": 1, "parameters": parameters}

@@ -14,34 +14,32 @@ from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 from dflash.errors import UsageError
 from tasks.actions import escape
 
-DEFAULT_AT = "02:30"
+DEFAULT_CRON = "30 2 * * *"
 DEFAULT_ZONE = "UTC"
 
 
 @dataclass(frozen=True)
 class NightTime:
-    """The hour of the nightly comparison; made by :meth:`parse`."""
+    """The hour of the nightly comparison; made by :meth:`of_cron`."""
 
     hour: int
     minute: int
     timezone: str
 
     @classmethod
-    def parse(cls, at: str = DEFAULT_AT, timezone: str = DEFAULT_ZONE) -> Self:
-        """``at`` as in 02:30, ``timezone`` as in Europe/Berlin. Raises ``UsageError``."""
-        written = re.fullmatch(r"([01]?[0-9]|2[0-3]):([0-5][0-9])", at)
-        if written is None:
-            raise UsageError(f"'{escape(at)}' is not a time of day; write it as in 02:30")
+    def of_cron(cls, cron: str = DEFAULT_CRON, timezone: str = DEFAULT_ZONE) -> Self:
+        """Minute and hour of ``cron``, as in ``30 2 * * *``, in ``timezone``, as in Europe/Berlin.
+
+        Raises ``UsageError`` when the schedule names no single time of day, or the zone is not known.
+        """
+        written = re.fullmatch(r"\s*([0-9]{1,2})\s+([0-9]{1,2})\s+\S+\s+\S+\s+\S+\s*", cron)
+        if written is None or int(written[1]) > 59 or int(written[2]) > 23:
+            raise UsageError(f"'{escape(cron)}' is not one time of a night; write minute and hour as in '30 2 * * *'")
         try:
             ZoneInfo(timezone)
         except (ZoneInfoNotFoundError, ValueError, OSError):
             raise UsageError(f"'{escape(timezone)}' is no time zone known here; write it as in Europe/Berlin") from None
-        return cls(int(written[1]), int(written[2]), timezone)
-
-    @property
-    def cron(self) -> str:
-        """The schedule, to be read in :attr:`timezone`."""
-        return f"{self.minute} {self.hour} * * *"
+        return cls(int(written[2]), int(written[1]), timezone)
 
     def date(self, now: float) -> str:
         """The date (YYYY-MM-DD) of the last night that was due at ``now``, in seconds since the epoch."""

@@ -9,26 +9,19 @@ two running are. Pure functions: nothing here reads a clock, a file or a host.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
-
-from pydantic import BaseModel, ConfigDict
 
 from dflash.metrics import FEWEST_PROMPTS, Totals
 from dflash.report import Verdict
 from dflash.simultaneous import Difference, Prompts, Resampled, simultaneous
 from tasks.ledger_entries import Seen
-
-Kind = Literal["best", "reference", "day before"]
-Outcome = Literal["compared", "nothing new", "not valid", "no checkpoint"]
-Alarm = Literal["none", "raised", "continues"]
+from tasks.night_record import Alarm, Drafter, Kind, Night, NightComparison
+from tasks.night_text import verdict_line
 
 CONFIDENCE = 0.95
 """That a night's intervals hold, all together."""
 MARGIN = 0.02
 """Share of τ below which a loss counts."""
 DAY_SECONDS = 86_400.0
-ALARMING: tuple[Kind, ...] = ("best", "day before")
-"""A drafter that was never as good as the reference has not fallen."""
 DRIFT = 0.01
 """Share by which the reference may differ from itself a night before, when its completions were written again."""
 
@@ -48,65 +41,7 @@ class Measured:
     totals: Totals
     reference: Totals
     """The reference drafter's, from the same report; empty where it does not say."""
-
-
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-
-class Drafter(_Record):
-    """One drafter of a night."""
-
-    identity: str
-    step: int | None
-    source: str
-    tau: float | None = None
-    ci95: tuple[float, float] | None = None
-    report: str | None = None
-
-    @property
-    def name(self) -> str:
-        """What people call it."""
-        return self.source if self.step is None else f"step {self.step}"
-
-
-class NightComparison(_Record):
-    """The newest checkpoint minus one other drafter; ``interval`` holds together with the night's others."""
-
-    kind: Kind
-    name: str
-    identity: str | None
-    tau: float
-    difference: float
-    interval: tuple[float, float]
-    verdict: Verdict
-    fell: bool
-    """The whole interval lies below -2 % of the other's τ."""
-
-
-class Night(_Record):
-    """What is recorded of one night; ``verdict`` is its line."""
-
-    date: str
-    outcome: Outcome
-    verdict: str
-    alarm: Alarm = "none"
-    newest: Drafter | None = None
-    comparisons: tuple[NightComparison, ...] = ()
-    candidates: int = 0
-    """How many drafters the best so far was chosen among."""
     prompts_sha256: str = ""
-    notes: tuple[str, ...] = ()
-
-    @property
-    def judges(self) -> bool:
-        """Whether it says anything of a fall."""
-        return any(one.kind in ALARMING and one.verdict != "too few prompts" for one in self.comparisons)
-
-    @property
-    def down(self) -> bool:
-        """The newest checkpoint is shown to be worse by more than the margin than what there was before."""
-        return any(one.fell for one in self.comparisons if one.kind in ALARMING)
 
 
 @dataclass(frozen=True)
@@ -161,7 +96,9 @@ def compare_night(
         verdict="",
         newest=drafter_of(newest),
         comparisons=comparisons,
+        best=drafter_of(best_of([*others, newest]) or newest),
         candidates=len(others),
+        prompts_sha256=newest.prompts_sha256,
         notes=tuple(notes),
     )
     night = night.model_copy(update={"alarm": alarm(night, previous)})
@@ -178,19 +115,6 @@ def alarm(night: Night, previous: Sequence[Night]) -> Alarm:
     if not night.down or before is None or not before.down:
         return "none"
     return "raised" if before.alarm == "none" else "continues"
-
-
-def verdict_line(night: Night) -> str:
-    """One line that answers whether somebody has to look, and the figures behind it."""
-    assert night.newest is not None
-    assert night.newest.tau is not None
-    figures = [f"{night.newest.name} τ {night.newest.tau:.3f}"]
-    for one in night.comparisons:
-        low, high = one.interval
-        figures.append(f"{_against(one)} {one.difference:+.3f} [{low:+.3f}, {high:+.3f}] {one.verdict}")
-    if not night.comparisons:
-        figures.append("nothing to compare it with yet")
-    return f"{_summary(night)}: {'; '.join(figures)}"
 
 
 def drafter_of(one: Measured) -> Drafter:
@@ -278,23 +202,4 @@ def _drift(comparisons: Sequence[NightComparison], previous: Sequence[Night]) ->
     return [
         f"the reference's τ went from {before:.3f} to {now:.3f} though it does not change: completions, kernel or "
         "reference are others than before; compare the two reports before believing a difference"
-    ]
-
-
-def _summary(night: Night) -> str:
-    if night.alarm != "none":
-        return "ALARM, fell on two nights running" if night.alarm == "raised" else "ALARM continues"
-    if night.down:
-        return "fell, an alarm if it does tomorrow"
-    verdicts = {one.kind: one.verdict for one in night.comparisons}
-    if "too few prompts" in verdicts.values():
-        return "too few prompts for a verdict"
-    if verdicts.get("best") == "better":
-        return "best so far"
-    return "no fall shown"
-
-
-def _against(one: NightComparison) -> str:
-    return {"best": f"best so far ({one.name})", "reference": "reference", "day before": f"a day before ({one.name})"}[
-        one.kind
     ]
