@@ -6,6 +6,7 @@ from flows import cli_audit, cli_guard, cli_hosts, cli_lab
 from flows.cli_evaluate import evaluate
 from flows.cli_jobs import jobs_app, launch
 from flows.cli_nightly import compare_nightly
+from flows.cli_provision import provision
 from flows.cli_relay import relay
 from flows.cli_status import status
 from flows.demo import demo
@@ -23,6 +24,7 @@ app.command()(status)
 app.add_typer(cli_hosts.hosts_app, name="hosts")
 app.command()(relay)
 app.command()(evaluate)
+app.command()(provision)
 app.command("compare-nightly")(compare_nightly)
 app.command()(launch)
 app.add_typer(jobs_app, name="jobs")

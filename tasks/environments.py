@@ -251,8 +251,8 @@ def check_room(provision: Provision, look: Look, parcel: Parcel | None, room: in
     needed = room + (2 * parcel.size if parcel is not None else 0)
     if needed > look.free:
         raise HostDiskFullError(
-            f"{provision.host.name}: {show_size(look.free)} are free for {escape(provision.folder)}, and the environment "
-            f"needs {show_size(needed)}; nothing was sent: make room there, or name another folder in hosts.yaml"
+            f"{provision.host.name}: {show_size(look.free)} are free for {escape(provision.folder)}, and "
+            f"{show_size(needed)} are needed; nothing was sent: make room there, or name another folder in hosts.yaml"
         )
 
 
@@ -289,8 +289,8 @@ def _choose_python(found: Sequence[Python], host: Host, asked: str | None) -> Py
     known = ", ".join(f"{escape(one.path)} ({one.version})" for one in found) or "none at all"
     wanted = "a Python of 3.11 or newer" if asked is None else f"Python {escape(asked)}"
     raise NoPythonError(
-        f"{host.name} has no {wanted.removeprefix('a ')} in the usual places; found were {known}: install {wanted} there, "
-        "or name another with --python"
+        f"{host.name} has no {wanted.removeprefix('a ')} in the usual places; found were {known}: install {wanted} "
+        "there, or name another with --python"
     )
 
 
@@ -303,7 +303,8 @@ def _gpu(facts: Facts, profile: ProfileName, host: Host) -> GpuFacts | None:
         return max(found, key=lambda one: one.free or 0)
     if wanted == "fla":
         raise GpuMissingError(
-            f"hosts.{host.name}.gpu.kernel is fla, and nvidia-smi shows no GPU there: mend the driver, or say kernel: torch"
+            f"hosts.{host.name}.gpu.kernel is fla, and nvidia-smi shows no GPU there: mend the driver, or "
+            "say kernel: torch"
         )
     return None
 

@@ -82,7 +82,7 @@ class Wheelhouse:
         question = [own.requirements, sorted(extras), constraints, target.model_dump(mode="json")]
         digest = hashlib.sha256(json.dumps(question, sort_keys=True).encode()).hexdigest()
         file = self.folder / "locks" / f"{digest}.json"
-        with _room(self.folder), self._alone():
+        with _room(self.folder), self.alone():
             answered = None if refresh else _read_lock(file)
             if answered is None:
                 answered = resolve(
@@ -105,7 +105,7 @@ class Wheelhouse:
         """
         named = {one.sha256: one for one in (*lock.packages, lock.pip)}
         places = {sha256: self._place(sha256, named[sha256].file_name) for sha256 in wanted}
-        with _room(self.folder), self._alone():
+        with _room(self.folder), self.alone():
             missing = [named[sha256] for sha256, place in places.items() if not place.exists()]
             if missing:
                 self._download(missing, target, notice)
@@ -145,10 +145,10 @@ class Wheelhouse:
             )
             for one in packages:
                 found = Path(scratch, one.file_name)
-                if not found.exists() or _sha256(found) != one.sha256:
+                if not found.exists() or sha256_of(found) != one.sha256:
                     raise IndexFailedError(
-                        f"the index gave another file for {escape(one.name)} {escape(one.version)} than it named before; "
-                        "run it again with --refresh"
+                        f"the index gave another file for {escape(one.name)} {escape(one.version)} than it named "
+                        "before; run it again with --refresh"
                     )
                 place = self._place(one.sha256, one.file_name)
                 place.parent.mkdir(parents=True, exist_ok=True)
@@ -158,6 +158,7 @@ class Wheelhouse:
         return self.folder / "wheels" / sha256 / file_name
 
     def _forget(self) -> None:
+        """Remove what nobody asked for in a long time."""
         for folder in (self.folder / "wheels").iterdir():
             if time.time() - folder.stat().st_mtime > FORGOTTEN_SECONDS:
                 for file in folder.iterdir():
@@ -165,7 +166,8 @@ class Wheelhouse:
                 folder.rmdir()
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
+    def alone(self) -> Iterator[None]:
+        """Have no other command change anything here in the block."""
         self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / ".lock").open("wb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
@@ -277,20 +279,23 @@ def failure(log: str, target: Target) -> DFlashError:
     return IndexFailedError(f"pip could not gather the wheels for {where}: {said(errors[-1])}")
 
 
-def pack(wheels: dict[str, Path], file: Path) -> Path:
+def pack(wheels: dict[str, Path], file: Path) -> None:
     """One tar of ``wheels`` (by sha256) at ``file``: the same wheels, the same bytes. Raises :class:`NoRoomError`."""
+    if file.exists():
+        return
     with _room(file.parent):
         file.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".packing-") as scratch:
-            with tarfile.open(fileobj=scratch, mode="w", format=tarfile.GNU_FORMAT) as parcel:
+        temporary = file.with_name(f".packing{file.name}")
+        try:
+            with tarfile.open(temporary, "w", format=tarfile.GNU_FORMAT) as parcel:
                 for sha256, wheel in sorted(wheels.items()):
                     entry = tarfile.TarInfo(f"{sha256}/{wheel.name}")
                     entry.size = wheel.stat().st_size
                     with wheel.open("rb") as content:
                         parcel.addfile(entry, content)
-            scratch.flush()
-            os.link(scratch.name, file)
-    return file
+            os.replace(temporary, file)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def unpacked_bytes(wheels: Iterable[Path]) -> int:
@@ -332,6 +337,7 @@ def _write(file: Path, content: bytes) -> None:
     os.replace(temporary, file)
 
 
-def _sha256(file: Path) -> str:
+def sha256_of(file: Path) -> str:
+    """In hex."""
     with file.open("rb") as content:
         return hashlib.file_digest(content, "sha256").hexdigest()

@@ -82,8 +82,8 @@ def look(folder: str) -> dict[str, Any]:
     current = link(folder, "current")
     found = []
     for name in names:
-        marker = read_marker(os.path.join(folder, name))
-        if marker is not None and not name.startswith("."):
+        marker = environment(folder, name)
+        if marker is not None:
             sound = name != current or not damage(os.path.join(folder, name), marker)
             about = {key: marker.get(key) for key in ("digest", "python", "built")}
             found.append({"name": name, **about, "sound": sound, "used": users(os.path.join(folder, name))})
@@ -324,8 +324,7 @@ def prune(folder: str, name: str) -> list[str]:
     """Remove the environments that nothing uses, but ``name`` and the one before it, and wheels of none of them."""
     kept, wheels, removed = {name, os.path.basename(link(folder, "previous") or "")}, set(), []
     for entry in sorted(os.listdir(folder)):
-        place = os.path.join(folder, entry)
-        marker = None if entry.startswith(".") or os.path.islink(place) else read_marker(place)
+        place, marker = os.path.join(folder, entry), environment(folder, entry)
         if marker is None:
             continue
         if entry in kept or users(place):
@@ -478,6 +477,12 @@ def stored(folder: str) -> Iterator[str]:
     for sha256 in os.listdir(wheels) if os.path.isdir(wheels) else ():
         for name in os.listdir(os.path.join(wheels, sha256)):
             yield os.path.join(wheels, sha256, name)
+
+
+def environment(folder: str, name: str) -> dict[str, Any] | None:
+    """What the environment ``name`` says of itself; None where that is none, as a link to one is none."""
+    place = os.path.join(folder, name)
+    return None if name.startswith(".") or os.path.islink(place) else read_marker(place)
 
 
 def read_marker(place: str) -> dict[str, Any] | None:
