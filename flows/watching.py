@@ -18,6 +18,7 @@ from uuid import UUID
 from dflash.errors import DFlashError
 from dflash.prompts import default_prompts
 from flows import events
+from flows.interrupted import alive
 from flows.notify import notify
 from flows.prefect_home import configure_prefect, forget_agent
 from tasks import looking, watch_grants
@@ -251,7 +252,9 @@ class PrefectRuns:
             return None  # a command's, which nothing could start again
         if state is None or state.type in (StateType.SCHEDULED, StateType.PENDING, StateType.PAUSED):
             return Run(run, "waiting", "" if state is None else str(state.name))
-        return Run(run, "ended" if state.is_final() else "running", str(state.name), state.message or "")
+        if state.is_final():
+            return Run(run, "ended", str(state.name), state.message or "")
+        return Run(run, "running", str(state.name), alive=run in alive())
 
     def start(self, order: Order) -> str:
         from prefect.exceptions import ObjectNotFound

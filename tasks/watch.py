@@ -25,7 +25,7 @@ WATCH_DAYS = 30
 EVENT_PATIENCE = 120.0
 """Seconds until a checkpoint that an event was to start is started without: events can be lost."""
 DEAD_SECONDS = 180.0
-"""Seconds until a run that nobody is at work on is taken for dead, whatever Prefect has it for."""
+"""Seconds until a run without a process is taken for dead, whatever Prefect has it for."""
 PAUSE_SECONDS, LONGEST_PAUSE = 60.0, 1800.0
 MOST_RESTARTS = 6
 """Of a run that ends in any other state than :data:`PASSING` and leaves no result."""
@@ -94,6 +94,8 @@ class Run:
     state: str
     """The name of its state."""
     message: str = ""
+    alive: bool = False
+    """Of one that is running: whether its process lives on this machine."""
 
 
 class Runs(Protocol):
@@ -203,7 +205,7 @@ def verdict(attempt: Attempt, run: Run | None, now: float, *, held: bool) -> Ver
     if run.phase == "waiting":
         return "leave"
     if run.phase == "running":
-        return "postpone" if since > DEAD_SECONDS else "leave"
+        return "leave" if run.alive or since <= DEAD_SECONDS else "postpone"
     if run.state in CANCELLED:
         return "cancelled"
     if run.state == CheckpointGoneError.state_name:
