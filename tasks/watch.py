@@ -218,7 +218,7 @@ def pause(restarts: int) -> float:
     return float(min(PAUSE_SECONDS * 2 ** min(restarts, 16), LONGEST_PAUSE))
 
 
-def _tend(ledger: Ledger, order: Order, rules: Rules, runs: Runs, now: float) -> Literal["left", "restarted", "failed"]:
+def _tend(ledger: Ledger, order: Order, runs: Runs, now: float) -> Literal["left", "restarted", "failed"]:
     attempt = order.attempt
     run = None if attempt.flow_run is None else runs.find(attempt.flow_run)
     match verdict(attempt, run, now, held=ledger.is_held(attempt)):
