@@ -43,7 +43,7 @@ def page(night: Night) -> str:
     if night.comparisons:
         lines += [
             "",
-            "The intervals hold at 95 % all together, and that of the best so far for all "
+            "The intervals hold at 95 % all together, and that of the best so far for every one of the "
             f"{night.candidates} it was chosen among.",
         ]
     lines += ["", *(f"- {_cell(note)}" for note in night.notes)]
