@@ -6,7 +6,7 @@ import typer
 from rich.console import Console
 from rich.table import Column, Table
 
-from dflash import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_export, cli_train
+from dflash import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_export, cli_report, cli_train
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, JsonOption, ReferenceOption, text
 from dflash.command_line import with_common_options
 from dflash.errors import DFlashError, run_cli
@@ -64,6 +64,7 @@ app.command()(cli_compare.compare)
 app.command()(cli_export.export)
 app.command()(cli_train.train)
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_report.app, name="report")
 
 
 def main() -> None:

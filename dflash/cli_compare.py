@@ -1,5 +1,6 @@
 """``dflash compare``: two reports, one verdict."""
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,22 +16,33 @@ if TYPE_CHECKING:
 
 def compare(
     ours: Annotated[Path, typer.Argument(help="report.json of the drafter in question")],
-    theirs: Annotated[Path, typer.Argument(help="report.json of the one it is compared with")],
+    theirs: Annotated[list[Path], typer.Argument(help="report.json of the one, or those, it is compared with")],
+    html: Annotated[Path | None, typer.Option(help="the comparison as a page", dir_okay=False)] = None,
+    plots: Annotated[Path | None, typer.Option(help="folder for its chart as PNG and SVG")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Difference of two drafters on the same prompts, first minus second, by a paired bootstrap over the prompts.
+    """Difference of drafters on the same prompts, first minus each other, by a paired bootstrap over the prompts.
 
     Refuses reports that measured different things: other prompts, mode, target, block size or lengths, or a report
     that is not valid.
     """
     from dflash.compare import compare_reports
+    from dflash.pages import comparison_page, write_page
+    from dflash.plots import comparison_plots
     from dflash.report import read_report
 
-    result = compare_reports(read_report(ours), read_report(theirs))
+    reports = [read_report(path) for path in (ours, *theirs)]
+    results = [compare_reports(reports[0], other) for other in reports[1:]]
+    if html is not None:
+        write_page(html, comparison_page(reports))
+    if plots is not None:
+        comparison_plots(results, plots)
     if as_json:
-        print(result.model_dump_json(indent=1))
+        shown = [result.model_dump(mode="json") for result in results]
+        print(json.dumps(shown[0] if len(shown) == 1 else shown, indent=1, ensure_ascii=False))
     else:
-        _show(result)
+        for result in results:
+            _show(result)
 
 
 def _show(result: "ReportComparison") -> None:

@@ -90,6 +90,7 @@ def evaluate(
         Path | None,
         typer.Option(help="write state and sentence of a failure there, as JSON, for the program that asked"),
     ] = None,
+    plots: Annotated[bool, typer.Option("--plots", help="the charts of report.html as PNG and SVG, too")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Measure the acceptance length of a checkpoint; exit code 3 when a check says it must not be believed."""

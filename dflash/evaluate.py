@@ -30,12 +30,14 @@ from dflash.lossless import lossless, read_again
 from dflash.metrics import DDTREE_NODES, SEED, Round, by_prompt, compare, interval, summarize
 from dflash.offload import StreamedTaps, decode_estimate
 from dflash.output import whole_directory
+from dflash.plots import report_plots, require_matplotlib
 from dflash.progress import Phases
 from dflash.reference_completions import fitted, loaded_target, reference_completions
-from dflash.render import to_markdown
+from dflash.renderings import ROUNDS, write_renderings
 from dflash.replay import Replay, replay
 from dflash.report import Check, Metrics, Report, Served
 from dflash.request import Inputs, Mode, Request, read_inputs
+from dflash.rounds_file import write_rounds
 from dflash.sampling import make_sampler
 from dflash.target import Target
 from dflash.token_texts import token_texts
@@ -45,21 +47,25 @@ PHASES: dict[Mode, int] = {"replay": 5, "decode": 5, "served": 2}
 """How many phases :func:`measure` announces."""
 
 
-def evaluate(request: Request, phases: Phases) -> Report:
-    """Measure, and write ``report.json``, ``rounds.jsonl`` and ``report.md`` into ``request.output``.
+def evaluate(request: Request, phases: Phases, *, plots: bool = False) -> Report:
+    """Measure, and write ``report.json``, ``rounds.jsonl``, ``report.md`` and ``report.html`` into ``request.output``.
 
+    ``plots``: and the charts as PNG and SVG into ``plots`` there; refused before the measurement without matplotlib.
     The directory appears complete or not at all. A failed check is in the report, not an exception.
     """
     if request.cache is not None and request.cache.resolve().is_relative_to(request.output.resolve()):
         raise UsageError(
             f"--cache {request.cache} lies in --output {request.output}, which comes last; put it elsewhere"
         )
+    if plots:
+        require_matplotlib()
     with whole_directory(request.output) as directory:
         report, rounds = measure(request, phases)
         (directory / "report.json").write_text(report.to_json(), encoding="utf-8")
-        (directory / "report.md").write_text(to_markdown(report), encoding="utf-8")
-        with (directory / "rounds.jsonl").open("w", encoding="utf-8") as lines:
-            lines.writelines(json.dumps(one.to_dict()) + "\n" for one in rounds)
+        write_rounds(directory / ROUNDS, rounds)
+        write_renderings(directory, report, rounds)
+        if plots:
+            report_plots(report, rounds, directory / "plots")
     return report
 
 

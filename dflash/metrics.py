@@ -267,7 +267,7 @@ def _bootstrap(totals: Sequence[tuple[int, int]], seed: int) -> NDArray[np.float
 
 @lru_cache(maxsize=2)
 def _drawn(prompts: int, seed: int) -> NDArray[np.float64]:
-    """[draws, prompts]: how often each prompt is in each sample; kept, since drawing takes most of a bootstrap's time."""
+    """[draws, prompts]: how often each prompt is in each sample; kept, for drawing takes most of the time."""
     drawn = np.random.default_rng(seed).multinomial(prompts, np.full(prompts, 1 / prompts), size=BOOTSTRAP_DRAWS)
     return drawn.astype(np.float64)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path, PurePath
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, computed_field
 
 from dflash.compare import comparison_key, totals
 from dflash.errors import DFlashError
@@ -55,6 +55,7 @@ class Point(_Model):
     best: bool = False
     page: bool = False
 
+    @computed_field  # type: ignore[prop-decorator]
     @property
     def regression(self) -> bool:
         """Whether this step is worse than the best one before it."""

@@ -6,11 +6,11 @@ from urllib.parse import quote
 from dflash.pages.document import chart, document, masthead, section
 from dflash.pages.markup import NONE, Html, interval, join, number, table, tag
 from dflash.pages.report_page import pill
-from dflash.trend import Point, Series, Trend, training_tau
+from dflash.trend import PAGE, Point, Series, Trend, training_tau
 
 
-def trend_page(trend: Trend, name: str) -> str:
-    """The page of ``trend``; ``name`` is what its folder is called. Links to reports are relative to that folder."""
+def trend_page(trend: Trend, name: str, *, base: str = ".") -> str:
+    """The page of ``trend``; ``name`` is what its folder is called, ``base`` the way from the page to that folder."""
     several = len(trend.series) > 1
     sections = [(f"series-{place}", f"Series {place + 1}") for place in range(len(trend.series))] if several else []
     if trend.problems:
@@ -19,17 +19,17 @@ def trend_page(trend: Trend, name: str) -> str:
         masthead("DFlash trend", name, sections),
         tag(
             "main",
-            *(_series(one, place, several=several) for place, one in enumerate(trend.series)),
+            *(_series(one, place, base, several=several) for place, one in enumerate(trend.series)),
             _problems(trend) if trend.problems else None,
             id="content",
         ),
     )
-    data = {"series": [_data(one) for one in trend.series]}
+    data = {"series": [_data(one, base) for one in trend.series]}
     title = f"{trend.series[0].headline()} · {name}"
     return document(title, body, scripts=["page.js", "trend.js"], data=data)
 
 
-def _series(series: Series, place: int, *, several: bool) -> Html:
+def _series(series: Series, place: int, base: str, *, several: bool) -> Html:
     charts = [chart(f"chart-tau-{place}", "τ over steps", None, note=_NOTE, height=340)]
     small = [
         chart(f"chart-{key}-{place}", title, _training_table(series, key), note=note, height=200)
@@ -44,7 +44,7 @@ def _series(series: Series, place: int, *, several: bool) -> Html:
         tag("div", *_cards(series), class_="cards"),
         *charts,
         tag("div", *small, class_="grid two below") if small else None,
-        tag("div", tag("h3", "Reports"), _table(series), class_="panel"),
+        tag("div", tag("h3", "Reports"), _table(series, base), class_="panel"),
         id=f"series-{place}",
     )
 
@@ -104,10 +104,10 @@ def _steps(points: list[Point]) -> str:
     return f"step {', '.join(str(point.step) for point in points)}" if points else ""
 
 
-def _table(series: Series) -> Html:
+def _table(series: Series, base: str) -> Html:
     rows: list[list[object]] = [
         [
-            _link(point),
+            _link(point, base),
             _verdict(point),
             number(point.tau.pooled),
             interval(point.tau.ci95),
@@ -124,13 +124,13 @@ def _table(series: Series) -> Html:
     return table([*head, "training says", "training loss", "measured"], rows, caption="Reports, the latest step first")
 
 
-def _link(point: Point) -> object:
-    return tag("a", point.step, href=page_of(point)) if point.page else point.step
+def _link(point: Point, base: str) -> object:
+    return tag("a", point.step, href=_page_of(point, base)) if point.page else point.step
 
 
-def page_of(point: Point) -> str:
-    """Where the point's own page is, relative to the folder of the trend, as an address."""
-    return quote(f"./{point.folder}/report.html")
+def _page_of(point: Point, base: str) -> str:
+    """The address of the point's own page; a folder whose name has a colon must not read as a scheme."""
+    return quote(f"./{base}/{point.folder}/{PAGE}")
 
 
 def _verdict(point: Point) -> Html:
@@ -165,7 +165,7 @@ def _problems(trend: Trend) -> Html:
     )
 
 
-def _data(series: Series) -> dict[str, Any]:
+def _data(series: Series, base: str) -> dict[str, Any]:
     points = [
         {
             "step": point.step,
@@ -180,7 +180,7 @@ def _data(series: Series) -> dict[str, Any]:
             "accuracy": point.training.accuracy if point.training else None,
             "why": ", ".join(point.invalid_because),
             "against": _against(point),
-            "href": page_of(point) if point.page else None,
+            "href": _page_of(point, base) if point.page else None,
         }
         for point in series.points
     ]
