@@ -133,7 +133,7 @@ def evaluate(
     )
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
     with told(failure):
-        report = measure(request, Phases(PHASES[request.mode] + (request.share is not None)))
+        report = measure(request, Phases(PHASES[request.mode] + (request.share is not None)), plots=plots)
     print(report.metrics.model_dump_json(indent=1) if as_json else report.headline())
     if not report.valid:
         raise typer.Exit(NotValidError.exit_code)

@@ -5,6 +5,7 @@ Colours are Okabe and Ito's, which the colour-blind tell apart, and no line is t
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any
 
 from dflash.compare import ReportComparison
@@ -98,7 +99,9 @@ def _figure(title: str, width: float, height: float, rows: int = 1, columns: int
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
-    figure.suptitle(one_line(title), x=0.01, ha="left", fontsize=11, fontweight="bold")
+    figure.suptitle(
+        "\n".join(wrap(one_line(title), int(11 * width))), x=0.01, ha="left", fontsize=11, fontweight="bold"
+    )
     return figure, figure.subplots(rows, columns, squeeze=False).ravel()
 
 
@@ -250,7 +253,7 @@ def _trend_figure(series: Series) -> "Figure":
     )
     worse = [point for point in valid if point.regression]
     _marks(axis, worse, "worse than the best before it", marker="v", s=70, color="#AD1F1F")
-    _marks(axis, [p for p in valid if p.best], "best", marker="*", s=170, color=DRAFTER, edgecolor="white")
+    _marks(axis, [p for p in valid if p.best], "best", marker="*", s=260, color="#F0E442", edgecolor="black")
     axis.set(title=one_line(series.title), xlabel="training step", ylabel="τ in tokens per round")
     axis.set_ylim(bottom=1)
     axis.margins(x=0.03)
@@ -280,9 +283,8 @@ def _comparison_figure(pairs: Sequence[ReportComparison]) -> "Figure":
         color = DRAFTER if one.difference >= 0 else REFERENCE
         axes[0].plot([low, high], [place, place], color=color, linewidth=2)
         axes[0].plot([one.difference], [place], color=color, marker="o" if one.difference >= 0 else "s")
-        axes[0].annotate(one.verdict or "no verdict", (high, place), xytext=(6, -3), textcoords="offset points")
     axes[0].axvline(0, color=GREY, linewidth=1)
-    axes[0].set_yticks(range(len(pairs)), labels=[f"less {one_line(_tail(pair.theirs))}" for pair in pairs])
+    axes[0].set_yticks(range(len(pairs)), labels=[_less(pair) for pair in pairs])
     axes[0].set_ylim(len(pairs) - 0.4, -0.6)
     axes[0].set(
         title=f"{one_line(_tail(pairs[0].ours))}, with 95 % intervals", xlabel="difference of τ in tokens per round"
@@ -298,6 +300,10 @@ def _comparison_figure(pairs: Sequence[ReportComparison]) -> "Figure":
         ylabel="difference of τ in tokens per round",
     )
     return figure
+
+
+def _less(pair: ReportComparison) -> str:
+    return f"less {one_line(_tail(pair.theirs))}:\n{pair.comparison.verdict or 'no verdict'}"
 
 
 def _tail(name: str) -> str:

@@ -67,7 +67,7 @@ const MARKS = {
   down: (x, y) => draw("path", { d: `M${x - 6} ${y - 5}H${x + 6}L${x} ${y + 6}Z` }),
   star: (x, y) => {
     const corner = (place) => {
-      const [radius, angle] = [place % 2 ? 4 : 9, (Math.PI * place) / 5 - Math.PI / 2];
+      const [radius, angle] = [place % 2 ? 4.5 : 11, (Math.PI * place) / 5 - Math.PI / 2];
       return `${x + radius * Math.cos(angle)} ${y + radius * Math.sin(angle)}`;
     };
     return draw("path", { d: `M${[...Array(10).keys()].map(corner).join("L")}Z` });

@@ -1,22 +1,18 @@
 """``report.html``: one evaluation as a page, made from the report, and from its rounds where they are at hand."""
 
-import shlex
+import re
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import Any
 
 from dflash.metrics import FEWEST_PROMPTS, Round
-from dflash.pages.document import chart, document, masthead, section
-from dflash.pages.markup import NONE, Html, interval, join, number, percent, table, tag, text, visible
+from dflash.pages.document import document, masthead, section
+from dflash.pages.markup import Html, interval, join, number, percent, tag, text, visible
 from dflash.pages.prompt_list import prompt_row, prompt_tools
-from dflash.pages.rounds_view import commonest_misses, misses_by_rank, walk
-from dflash.report import Check, Metrics, Report
+from dflash.pages.report_charts import curves, lengths, positions
+from dflash.pages.report_record import checks, provenance
+from dflash.pages.rounds_view import misses_by_rank, walk
+from dflash.report import Metrics, Report
 from dflash.trend import training_tau
-
-SHOWN_MISSES = 12
-STATUS_WORDS = {"fail": "failed", "warn": "warning", "skipped": "not verified", "pass": "passed"}
-"""In the order in which somebody has to look at them."""
-_SIGNS = {"fail": "✕", "warn": "!", "skipped": "–", "pass": "✓"}
 
 SECTIONS = [
     ("overview", "Overview"),
@@ -37,12 +33,12 @@ def report_page(report: Report, rounds: Sequence[Round] = ()) -> str:
         tag(
             "main",
             _overview(report),
-            _positions(report),
-            _lengths(report, rounds),
+            positions(report),
+            lengths(report, rounds),
             _prompts(report, rounds),
-            _curves(report),
-            _checks(report),
-            _provenance(report),
+            curves(report),
+            checks(report),
+            provenance(report),
             id="content",
         ),
     )
@@ -55,9 +51,8 @@ def report_page(report: Report, rounds: Sequence[Round] = ()) -> str:
 
 
 def _name(report: Report) -> str:
-    path = report.checkpoint.path.rstrip("/").rpartition("/")[2]
-    step = "" if report.checkpoint.step is None or str(report.checkpoint.step) in path else report.checkpoint.step
-    return f"{path} step {step}" if step else path
+    path, step = report.checkpoint.path.rstrip("/").rpartition("/")[2], report.checkpoint.step
+    return path if step is None or str(step) in re.findall(r"\d+", path) else f"{path} step {step}"
 
 
 def _overview(report: Report) -> Html:
@@ -215,106 +210,6 @@ def _cards(metrics: Metrics, reference: Metrics | None) -> Iterable[Html]:
         )
 
 
-_POSITION_FIGURES = (
-    ("acceptance", "Acceptance", "slots 1 to k all right, of all rounds", "acceptance_by_position"),
-    ("conditional", "Conditional", "slot k right where the slots before it were", "conditional_by_position"),
-    ("accuracy", "Accuracy", "slot k right, whatever came before it", "accuracy_by_position"),
-)
-
-
-def _positions(report: Report) -> Html:
-    metrics, reference = report.metrics, report.reference_metrics
-    charts = []
-    for key, title, said, field in _POSITION_FIGURES:
-        ours = getattr(metrics, field)
-        theirs = getattr(reference, field) if reference is not None else []
-        head: list[object] = ["slot", "drafter", *(["reference"] if reference is not None else [])]
-        slots = max(len(ours), len(theirs))
-        rows: list[list[object]] = [
-            [
-                slot + 1,
-                percent(_nth(ours, slot)),
-                *([percent(_nth(theirs, slot))] if reference is not None else []),
-            ]
-            for slot in range(slots)
-        ]
-        charts.append(chart(f"chart-{key}", title, table(head, rows, caption=f"{title} by slot"), note=said))
-    return section(
-        "positions",
-        "By position in the block",
-        tag("div", *charts, class_="grid three"),
-        lead="How far into a block the drafts hold. Slot 0 is the anchor, the last known token; slots beyond the end "
-        "of a completion count nowhere.",
-    )
-
-
-def _nth(values: Sequence[float | None], place: int) -> float | None:
-    return values[place] if place < len(values) else None
-
-
-def _lengths(report: Report, rounds: Sequence[Round]) -> Html:
-    metrics, reference = report.metrics, report.reference_metrics
-    head: list[object] = ["tokens emitted", "rounds", "share"]
-    head += ["reference's rounds", "share"] if reference is not None else []
-    rows: list[list[object]] = []
-    for place, count in enumerate(metrics.histogram):
-        row: list[object] = [place + 1, f"{count:,}", percent(count / metrics.rounds if metrics.rounds else None)]
-        if reference is not None:
-            theirs = reference.histogram[place] if place < len(reference.histogram) else 0
-            row += [f"{theirs:,}", percent(theirs / reference.rounds if reference.rounds else None)]
-        rows.append(row)
-    charts = [
-        chart(
-            "chart-histogram",
-            "Rounds by tokens emitted",
-            table(head, rows, caption="Rounds by tokens emitted"),
-            note="accepted drafts and the bonus token; the last bar is a whole block",
-        )
-    ]
-    if rounds:
-        misses = misses_by_rank(rounds)
-        total = sum(count for _, count in misses)
-        cells: list[list[object]] = [
-            [label, f"{count:,}", percent(count / total if total else None)] for label, count in misses
-        ]
-        charts.append(
-            chart(
-                "chart-misses",
-                "How narrowly the drafter fails",
-                table(["place of the right token", "rounds", "share"], cells, caption="Misses by rank"),
-                note="where a wrong draft ended the round: place of the right token among the drafter's candidates, 1 "
-                "is its best",
-            )
-        )
-    return section("lengths", "How long rounds get", tag("div", *charts, class_="grid two"), _misses(report, rounds))
-
-
-def _misses(report: Report, rounds: Sequence[Round]) -> Html | None:
-    found = commonest_misses(rounds, SHOWN_MISSES)
-    if not found or not report.token_texts:
-        return None
-    rows: list[list[object]] = [
-        [
-            tag("code", _quoted(report, one.drafted), class_="wrong"),
-            tag("code", _quoted(report, one.right), class_="right"),
-            f"{one.count:,}",
-            f"#{one.rank + 1}",
-        ]
-        for one in found
-    ]
-    return tag(
-        "details",
-        tag("summary", "What it takes for what: the commonest misses"),
-        table(["drafted", "right", "rounds", "median place of the right one"], rows, caption="The commonest misses"),
-        class_="panel",
-    )
-
-
-def _quoted(report: Report, token: int) -> str:
-    said = report.token_texts.get(token)
-    return f"⟨{token}⟩" if not said else said.replace(" ", "␣").replace("\n", "⏎").replace("\t", "⇥")
-
-
 def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
     beside = any(one.reference_tau is not None for one in report.prompts)
     size = report.settings.block_size
@@ -381,248 +276,6 @@ def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
         tag("ol", *rows, class_="prompts" if beside else "prompts alone"),
         lead=lead,
     )
-
-
-def _curves(report: Report) -> Html:
-    metrics, reference = report.metrics, report.reference_metrics
-    both = reference is not None
-    head: list[object] = ["", "drafter", *(["reference"] if both else [])]
-    streaks: list[list[object]] = [
-        [f"top-{width}", number(value), *([number(reference.streak.get(width))] if reference is not None else [])]
-        for width, value in metrics.streak.items()
-    ]
-    charts = []
-    if streaks:
-        charts.append(
-            chart(
-                "chart-streak",
-                "Top-k streak",
-                table(head, streaks, caption="Top-k streak"),
-                note="leading slots whose right token is among the drafter's k best: drafts only, no bonus; an oracle, "
-                "never compared with τ",
-            )
-        )
-    if metrics.ddtree:
-        trees: list[list[object]] = [
-            [
-                f"{nodes} nodes",
-                number(value),
-                *([number((reference.ddtree or {}).get(nodes))] if reference is not None else []),
-            ]
-            for nodes, value in metrics.ddtree.items()
-        ]
-        charts.append(
-            chart(
-                "chart-ddtree",
-                "DDTree(N)",
-                table(head, trees, caption="τ of draft trees"),
-                note="τ of a draft tree of N nodes besides the root, on its own walk, bonus included; the dotted line "
-                "is the chain",
-            )
-        )
-    if metrics.random_anchor_tau is not None or report.training is not None:
-        charts.append(_anchors(report))
-    if not charts:
-        return section("curves", "Trees and other readings", tag("p", "A server does not tell these.", class_="note"))
-    return section("curves", "Trees and other readings", tag("div", *charts, class_="grid three"))
-
-
-def _anchors(report: Report) -> Html:
-    """The walk against random anchors, and against what training said of its own blocks."""
-    metrics, reference = report.metrics, report.reference_metrics
-    both = reference is not None
-    rows: list[list[object]] = [
-        ["walk", number(metrics.tau.pooled), *([number(reference.tau.pooled)] if reference is not None else [])],
-        [
-            "random anchors",
-            number(metrics.random_anchor_tau),
-            *([number(reference.random_anchor_tau)] if reference is not None else []),
-        ],
-    ]
-    if training_tau(report.training) is not None:
-        rows.append(["training says", number(training_tau(report.training)), *([NONE] if both else [])])
-    return chart(
-        "chart-anchors",
-        "Walk against random anchors",
-        table(["τ", "drafter", *(["reference"] if both else [])], rows, caption="Walk against random anchors"),
-        note="the walk stands where serving does; random anchors are blocks as training sees them, and training's own "
-        "figure is its top-1 streak + 1",
-    )
-
-
-def _checks(report: Report) -> Html:
-    order = list(STATUS_WORDS)
-    checks = sorted(report.checks, key=lambda one: order.index(one.status))
-    counts = {status: len(list(group)) for status, group in groupby(checks, key=lambda one: one.status)}
-    tally = [tag("span", pill(status), f" {count}", class_="tally") for status, count in counts.items()]
-    rows = [
-        tag(
-            "tr",
-            tag("th", check.name, scope="row"),
-            tag("td", pill(check.status)),
-            tag("td", _value(check.measured), class_="value"),
-            tag("td", _value(check.limit), class_="value"),
-            tag("td", check.explanation, class_="says"),
-            class_=f"check {check.status}",
-        )
-        for check in checks
-    ]
-    head = tag(
-        "tr", *(tag("th", one, scope="col") for one in ("check", "verdict", "measured", "limit", "what it says"))
-    )
-    body = tag(
-        "table",
-        tag("caption", "Checks", class_="unseen"),
-        tag("thead", head),
-        tag("tbody", *rows),
-        class_="checks",
-    )
-    return section(
-        "checks",
-        "Checks",
-        tag("p", *tally, class_="tallies") if tally else tag("p", "No check ran.", class_="note"),
-        tag("div", body, class_="wide checks-wide", tabindex="0", role="region", aria_label="Checks"),
-        lead="A number is believed when none of these failed. What could not be looked at is grey, never green.",
-    )
-
-
-def pill(status: str) -> Html:
-    """A check's verdict as sign and word, so that colour is not all there is to it."""
-    return tag(
-        "span", tag("b", _SIGNS[status], aria_hidden="true"), f" {STATUS_WORDS[status]}", class_=f"pill {status}"
-    )
-
-
-def _value(value: Check | float | int | str | None) -> str:
-    if value is None:
-        return NONE
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
-
-
-def _provenance(report: Report) -> Html:
-    checkpoint, target = report.checkpoint, report.target
-    groups: list[tuple[str, list[tuple[str, object]]]] = [
-        (
-            "Checkpoint",
-            [
-                ("path", checkpoint.path),
-                ("step", NONE if checkpoint.step is None else checkpoint.step),
-                ("format", checkpoint.format),
-                ("sha256", _digest(checkpoint.sha256)),
-                ("config from", checkpoint.config_source),
-            ],
-        ),
-        (
-            "Target",
-            [
-                ("path", target.path),
-                ("class", f"{target.class_name}, {target.tensors} tensors"),
-                ("kernel", target.kernel),
-                ("dtype", target.dtype),
-                ("fingerprint", _digest(target.fingerprint)),
-            ],
-        ),
-        ("Measurement", _measurement(report)),
-    ]
-    if report.reference is not None:
-        reference = report.reference
-        groups.append(("Reference", [("path", reference.path), ("sha256", _digest(reference.sha256))]))
-    if report.training is not None:
-        said: list[tuple[str, object]] = [
-            (key, NONE if value is None else value) for key, value in report.training.model_dump().items()
-        ]
-        groups.append(("Training says", said))
-    if report.relay is not None:
-        relay = report.relay
-        groups.append(
-            (
-                "Relay",
-                [
-                    ("from", relay.source),
-                    ("selected", relay.selected),
-                    ("bytes over the network", f"{relay.bytes:,}"),
-                    ("sha256", _digest(relay.sha256)),
-                ],
-            )
-        )
-    if report.served is not None:
-        served = report.served
-        told: list[tuple[str, object]] = [("kind", served.kind), ("its own τ", number(served.tau_raw))]
-        groups.append(("Server", told + [(str(key), value) for key, value in served.settings.items()]))
-    groups.append(("Versions", list(report.versions.items())))
-    groups.append(("Seconds", [(key, number(value, 1)) for key, value in report.timings.items()]))
-    return section(
-        "provenance",
-        "Provenance",
-        tag("div", *(_facts(title, facts) for title, facts in groups), class_="grid facts"),
-        tag(
-            "div",
-            tag("h3", "Measure it again"),
-            tag("pre", tag("code", command(report)), tabindex="0", class_="command"),
-            class_="panel",
-        ),
-        lead="Where every figure on this page comes from.",
-    )
-
-
-def _measurement(report: Report) -> list[tuple[str, object]]:
-    settings = report.settings
-    agreement = settings.completion_agreement
-    return [
-        ("made", f"{report.created:%Y-%m-%d %H:%M:%S %Z}"),
-        ("mode", settings.mode),
-        ("on", settings.device),
-        ("prompts", f"{settings.num_prompts} of {settings.prompts}"),
-        ("prompts' sha256", _digest(settings.prompts_sha256)),
-        (
-            "completions",
-            f"by {settings.completions}" + (f" ({settings.served_model})" if settings.served_model else ""),
-        ),
-        ("target's own argmax", percent(agreement, 2)),
-        ("tokens each, at most", settings.max_new_tokens),
-        ("rounds each, at most", "all" if settings.max_blocks is None else settings.max_blocks),
-        ("end of sequence", "ignored" if settings.ignore_eos else "ends a completion"),
-        ("thinking", "not asked" if settings.thinking is None else "on" if settings.thinking else "off"),
-        ("sampler", f"{settings.sampler}, temperature {settings.temperature:g}"),
-        ("block", f"{settings.block_size}, mask token {settings.mask_token_id}"),
-        ("taps", ", ".join(map(str, settings.target_layer_ids))),
-        ("layers streamed", "yes" if settings.offload else "no"),
-        ("seed", settings.seed),
-        ("report schema", report.schema_version),
-    ]
-
-
-def _digest(value: str) -> Html:
-    return tag("code", value, class_="digest")
-
-
-def _facts(title: str, facts: Sequence[tuple[str, object]]) -> Html:
-    entries = join(*(join(tag("dt", key), tag("dd", value)) for key, value in facts))
-    return tag("div", tag("h3", title), tag("dl", entries), class_="panel")
-
-
-def command(report: Report) -> str:
-    """The command that measures the same again, on the machine where these paths are."""
-    settings = report.settings
-    parts = ["dflash", "evaluate", "--target", report.target.path, "--checkpoint", report.checkpoint.path]
-    parts += ["--prompts", settings.prompts, "--mode", settings.mode, "--max-new-tokens", str(settings.max_new_tokens)]
-    if report.reference is not None:
-        parts += ["--reference", report.reference.path]
-    if settings.completions != "target":
-        parts += ["--server", settings.completions]
-    if settings.temperature:
-        parts += ["--temperature", f"{settings.temperature:g}", "--sampler", settings.sampler]
-    if settings.ignore_eos:
-        parts.append("--ignore-eos")
-    if settings.thinking is not None:
-        parts += ["--thinking", "on" if settings.thinking else "off"]
-    if settings.max_blocks is not None:
-        parts += ["--max-blocks", str(settings.max_blocks)]
-    if settings.mode != "served":
-        parts += ["--dtype", report.target.dtype, "--kernel", report.target.kernel]
-    if settings.offload:
-        parts.append("--offload")
-    return shlex.join([*parts, "--output", "again"])
 
 
 def _data(report: Report, rounds: Sequence[Round]) -> dict[str, Any]:

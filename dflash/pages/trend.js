@@ -13,7 +13,7 @@ block("series").forEach((series, place) => {
   const tau = points.map((point) => ({
     x: point.step, y: point.tau, low: point.ci95?.[0], high: point.ci95?.[1], href: point.href, hollow: !point.valid, apart: !point.valid,
     marker: !point.valid ? "circle" : point.best ? "star" : point.regression ? "down" : "circle",
-    colour: point.valid && point.regression ? "fail" : null,
+    colour: !point.valid ? null : point.best ? "best" : point.regression ? "fail" : null,
     said: point.valid ? figure(point.tau) + (point.best ? ", the best" : "") : `${figure(point.tau)}, not valid: ${point.why}`,
     more: [
       point.ci95 ? `95 % interval ${figure(point.ci95[0])} to ${figure(point.ci95[1])}` : "no interval",

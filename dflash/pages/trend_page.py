@@ -5,7 +5,7 @@ from urllib.parse import quote
 
 from dflash.pages.document import chart, document, masthead, section
 from dflash.pages.markup import NONE, Html, interval, join, number, table, tag
-from dflash.pages.report_page import pill
+from dflash.pages.report_record import pill
 from dflash.trend import PAGE, Point, Series, Trend, training_tau
 
 
