@@ -5,7 +5,7 @@ comes twice, late, or after days without this machine finds it done or does it o
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run as this_run
 
 from dflash.errors import DFlashError
+from dflash.report import Report
 from flows import events
 from flows.awaiting import awaiting_approval, require
 from flows.evaluate_checkpoint import Evaluation, evaluate_checkpoint
@@ -22,18 +23,19 @@ from flows.notify import NotNotifiedError, notify
 from flows.prefect_home import forget_agent
 from tasks import nights
 from tasks.errors import Refused
-from tasks.evaluation import EvaluationError, Suite
+from tasks.evaluation import Suite
 from tasks.evaluation_jobs import GpuBusyError, ServedModelSlowError
-from tasks.inventory import Host
+from tasks.inventory import Inventory
 from tasks.ledger import AttemptHeldError, Ledger, Seen
 from tasks.night_record import Night
+from tasks.night_run import Around, run_night
 from tasks.night_text import message, page
 from tasks.night_time import DEFAULT_CRON, DEFAULT_ZONE, NightTime
-from tasks.nightly import Choice, Measured, compare_night
 from tasks.nights import NightHeldError
 from tasks.plans import Plan
 from tasks.ssh import ConnectionFailed, Connector
 from tasks.state import state_dir
+from tasks.watch import source_of
 
 AGAIN_AFTER = (300.0, 900.0, 1800.0, 3600.0)
 """Seconds until a night that a host kept from its comparison tries again: it is lost otherwise."""
@@ -42,7 +44,7 @@ PASSING = (ConnectionFailed, AttemptHeldError, GpuBusyError, ServedModelSlowErro
 
 def _run_name() -> str:
     asked = this_run.parameters
-    return f"compare the night of {_date(NightTime.of_cron(asked['cron'], asked['timezone']))}"
+    return f"compare the night of {NightTime.of_cron(asked['cron'], asked['timezone']).date(_now())}"
 
 
 @flow(name="nightly-comparison", flow_run_name=_run_name)
@@ -68,139 +70,73 @@ def nightly_comparison(
     when the night is recorded and somebody could not be told.
     """
     forget_agent()
-    date = _date(NightTime.of_cron(cron, timezone))
+    now = _now()
+    date = NightTime.of_cron(cron, timezone).date(now)
     connector = Connector.load(hosts)
-    chosen = suite or nights.nightly_suite()
-    night = _Night(
-        connector, Ledger.open(), chosen, date, nights.night_host(connector.inventory, on), reports, hosts, again_after
+    chosen, host = suite or nights.nightly_suite(), nights.night_host(connector.inventory, on)
+    asked: list[Plan | None] = []
+
+    def approve(plan: Plan | None) -> None:
+        asked.append(plan)
+        require(connector.store, plan)
+
+    def evaluate(checkpoint: Seen) -> tuple[Report, Path]:
+        source, folder = source_of(checkpoint), reports or state_dir() / "reports"
+        done = _again(
+            again_after,
+            lambda: evaluate_checkpoint(source, host.name, chosen, folder, hosts, identity=checkpoint.identity),
+        )
+        return done.report, done.folder
+
+    around = Around(
+        connector.inventory,
+        connector.audit,
+        Ledger.open(),
+        approve,
+        evaluate,
+        lambda night: _tell(connector.inventory, chosen.digest(), night),
     )
     try:
-        with nights.held(date, chosen.digest()):
-            return night.compared()
+        return run_night(around, chosen, host, date, now=now)
     except Refused as refusal:
-        _tell_of_failure(connector, date, refusal, attended)
-        return awaiting_approval(connector.store, night.plan, refusal)  # type: ignore[no-any-return]  # Prefect resolves it
+        _tell_of_failure(connector.inventory, date, refusal, attended)
+        return awaiting_approval(connector.store, next(iter(asked), None), refusal)  # type: ignore[no-any-return]  # Prefect resolves it
     except (NightHeldError, NotNotifiedError):
         raise
     except DFlashError as failure:
-        _tell_of_failure(connector, date, failure, attended)
+        _tell_of_failure(connector.inventory, date, failure, attended)
         raise
 
 
-class _Night:
-    """The order of one night."""
-
-    def __init__(
-        self,
-        connector: Connector,
-        ledger: Ledger,
-        suite: Suite,
-        date: str,
-        host: Host,
-        reports: Path | None,
-        hosts: Path | None,
-        again_after: Sequence[float],
-    ) -> None:
-        self.connector, self.ledger, self.suite, self.date, self.host = connector, ledger, suite, date, host
-        self.reports, self.hosts, self.again_after = reports or state_dir() / "reports", hosts, again_after
-        self.digest = suite.digest()
-        self.plan: Plan | None = None
-
-    def compared(self) -> Night:
-        """The night: recorded before, or compared, told and recorded now."""
-        known = nights.recorded_night(self.ledger, self.digest, self.date)
-        if known is not None:
-            return known
-        nights.require_unspent(self.suite, self.connector.audit)
-        night = self._compare()
-        # told first: a crash between the two tells it twice, the other way round it would never be told
-        failure = _told(self.connector, night)
-        self.ledger.record_night(self.date, self.digest, night.model_dump(mode="json"))
-        _publish(night, self.digest)
-        if failure is not None:
-            raise failure
-        return night
-
-    def _compare(self) -> Night:
-        begun = nights.prepare(self.connector.inventory, self.ledger, self.digest, self.host, now=time.time())
-        measured, choice, self.plan = begun.measured, begun.choice, begun.plan
-        previous = nights.previous_nights(self.ledger, self.digest, self.date)
-        nothing = nights.without_comparison(self.date, choice, previous, measured)
-        if nothing is not None:
-            return nothing
-        assert choice.newest is not None
-        require(self.connector.store, self.plan)
-        newest = measured.get(choice.newest.identity)
-        if newest is None:
-            done = self._evaluate(choice.newest)
-            if not done.report.valid:
-                return nights.not_valid(self.date, choice.newest, done.report, done.folder)
-            newest = nights.measurement(choice.newest, done.report, done.folder)
-        notes = begun.notes + self._measure_day_before(choice, newest, measured)
-        night = compare_night(
-            self.date,
-            newest,
-            list(measured.values()),
-            day_before=None if choice.day_before is None else choice.day_before.identity,
-            previous=previous,
-        )
-        return night.model_copy(update={"notes": (*night.notes, *notes)})
-
-    def _measure_day_before(self, choice: Choice, newest: Measured, measured: dict[str, Measured]) -> list[str]:
-        """Add the checkpoint of a day before to what is ``measured``; why that could not be."""
-        before = choice.day_before
-        if before is None or (before.identity in measured and measured[before.identity].key == newest.key):
-            return []
+def _again(after: Sequence[float], evaluate: Callable[[], Evaluation]) -> Evaluation:
+    """What ``evaluate`` gives, tried again when a host kept it from that."""
+    for seconds in after:
         try:
-            done = self._evaluate(before)
-        except EvaluationError as error:
-            return [f"the checkpoint of a day before could not be evaluated: {error}"]
-        if not done.report.valid:
-            return [f"the checkpoint of a day before is not valid: {', '.join(done.report.invalid_because)}"]
-        measured[before.identity] = nights.measurement(before, done.report, done.folder)
-        return []
-
-    def _evaluate(self, checkpoint: Seen) -> Evaluation:
-        for seconds in self.again_after:
-            try:
-                return self._evaluate_once(checkpoint)
-            except PASSING as failure:
-                get_run_logger().warning("%s; tried again in %.0f s", failure, seconds)
-                time.sleep(seconds)
-        return self._evaluate_once(checkpoint)
-
-    def _evaluate_once(self, checkpoint: Seen) -> Evaluation:
-        return evaluate_checkpoint(
-            nights.location_of(checkpoint),
-            self.host.name,
-            self.suite,
-            self.reports,
-            self.hosts,
-            identity=checkpoint.identity,
-        )
+            return evaluate()
+        except PASSING as failure:
+            get_run_logger().warning("%s; tried again in %.0f s", failure, seconds)
+            time.sleep(seconds)
+    return evaluate()
 
 
-def _date(when: NightTime) -> str:
-    """The night that this run is for: that of its start, or of its schedule when it was begun a moment early."""
+def _now() -> float:
+    """When this run is for: its start, or its schedule when it was begun a moment early."""
     scheduled = this_run.scheduled_start_time
-    return when.date(max(time.time(), scheduled.timestamp() if scheduled is not None else 0.0))
+    return max(time.time(), 0.0 if scheduled is None else scheduled.timestamp())
 
 
-def _told(connector: Connector, night: Night) -> NotNotifiedError | None:
-    try:
-        notify(connector.inventory, *message(night))
-    except NotNotifiedError as failure:
-        return failure
-    return None
+def _tell(inventory: Inventory, suite: str, night: Night) -> None:
+    _publish(night, suite)
+    notify(inventory, *message(night))
 
 
-def _tell_of_failure(connector: Connector, date: str, failure: DFlashError, attended: bool) -> None:
-    """Have a night without a verdict noticed; that the failure could not be told as well stands in the run's log."""
+def _tell_of_failure(inventory: Inventory, date: str, failure: DFlashError, attended: bool) -> None:
+    """Have a night without a verdict noticed; that this could not be told either stands in the run's log."""
     if attended:
         return
     body = f"{failure}\n\nNothing is recorded for this night: 'dflash-ops compare-nightly' does it while it lasts."
     try:
-        notify(connector.inventory, f"DFlash {date}: no comparison ({failure.state_name})", body)
+        notify(inventory, f"DFlash {date}: no comparison ({failure.state_name})", body)
     except NotNotifiedError as also:
         get_run_logger().error("%s", also)
 

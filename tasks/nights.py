@@ -26,6 +26,7 @@ from tasks.night_record import Drafter, Night
 from tasks.nightly import Choice, Measured, choose
 from tasks.plans import Plan
 from tasks.state import state_dir
+from tasks.watch import source_of
 
 NIGHTLY_PROMPTS = "nightly.jsonl"
 PROMOTION_PROMPTS = "promotion.jsonl"
@@ -122,7 +123,7 @@ def prepare(inventory: Inventory, ledger: Ledger, suite: str, host: Host, *, now
     measured, notes = known_measurements(ledger, suite)
     choice = choose(ledger.checkpoints(), measured, now=now)
     chosen = [one for one in (choice.newest, choice.day_before) if one is not None]
-    sources = [inventory.location(location_of(one)) for one in chosen if one.identity not in measured]
+    sources = [inventory.location(source_of(one)) for one in chosen if one.identity not in measured]
     plan = plan_evaluation(sources, host) if sources else None
     return Preparation(measured, notes, choice, tuple(sources), plan)
 
@@ -132,7 +133,7 @@ def measurement(checkpoint: Seen, report: Report, folder: Path) -> Measured:
     return Measured(
         identity=checkpoint.identity,
         step=checkpoint.step if checkpoint.step is not None else report.checkpoint.step,
-        source=location_of(checkpoint),
+        source=source_of(checkpoint),
         report=str(folder),
         key=comparison_key(report),
         tau=report.metrics.tau.pooled,
@@ -141,11 +142,6 @@ def measurement(checkpoint: Seen, report: Report, folder: Path) -> Measured:
         reference=reference_totals(report),
         prompts_sha256=report.settings.prompts_sha256,
     )
-
-
-def location_of(checkpoint: Seen) -> str:
-    """HOST:/path of a checkpoint, or the path of one on this machine."""
-    return f"{checkpoint.host}:{checkpoint.path}" if checkpoint.host else checkpoint.path
 
 
 def previous_nights(ledger: Ledger, suite: str, date: str) -> list[Night]:
@@ -187,7 +183,7 @@ def without_comparison(date: str, choice: Choice, previous: list[Night], measure
 
 def not_valid(date: str, checkpoint: Seen, report: Report, folder: Path) -> Night:
     """The night whose newest checkpoint has a report that must not be believed."""
-    source = location_of(checkpoint)
+    source = source_of(checkpoint)
     drafter = Drafter(identity=checkpoint.identity, step=checkpoint.step, source=source, report=str(folder))
     return Night(
         date=date,
