@@ -143,9 +143,10 @@ class _Run:
     def hand_on(self) -> None:
         """Give the checkpoint to another host, and wait until this one is back, so that it takes no other meanwhile."""
         host, log = self.asked.host, get_run_logger()
-        log.warning(
-            "%s does not answer: handed on as %s", host.name, workers.hand_on(_flow_run(), self.asked.not_on, host)
-        )
+        successor = workers.hand_on(_flow_run(), self.asked.not_on, host)
+        if self.case is not None:
+            evaluating.give_to(self.case, str(successor.id))
+        log.warning("%s does not answer: handed on as %s", host.name, successor.name)
         evaluating.wait_for(self.connector, host, is_away)
         if self.case is not None and evaluating.end_leftover(self.case, host):
             log.info("the job that was left on %s was asked to end", host.name)

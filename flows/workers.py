@@ -109,8 +109,8 @@ def is_shared(on: str | None, environment: Mapping[str, str] = os.environ) -> bo
     return on is None and ON_VARIABLE in environment
 
 
-def hand_on(run: "FlowRun", not_on: Iterable[str], host: Host) -> str:
-    """Put what ``run`` was started for into the queue again, not to look for its job on ``host``; the new run's name.
+def hand_on(run: "FlowRun", not_on: Iterable[str], host: Host) -> "FlowRun":
+    """Put what ``run`` was started for into the queue again, not to look for its job on ``host``; the new run.
 
     The same run hands on once, however often this is called. Raises :class:`NotHandedOnError` when the server does not
     answer, or when the run belongs to no deployment.
@@ -135,4 +135,5 @@ def hand_on(run: "FlowRun", not_on: Iterable[str], host: Host) -> str:
             f"{host.name} went away, and run {run.name} could not be given back to the queue "
             f"({error or type(error).__name__}); the watch starts it again"
         ) from error
-    return f"{successor.name} ({successor.id})"
+    found: FlowRun = successor
+    return found

@@ -169,6 +169,12 @@ def record(case: Case, report: Report, folder: Path) -> bool:
     return recorded
 
 
+def give_to(case: Case, flow_run: str) -> None:
+    """Record that another run goes on with the attempt, when it is still open."""
+    attempt = case.attempt
+    case.ledger.begin(attempt.identity, attempt.suite, number=attempt.number, flow_run=flow_run)
+
+
 def wait_for(connector: Connector, host: Host, away: Callable[[Connector, Host], bool], *, every: float = 5.0) -> None:
     """Return when ``host`` answers again, however long that takes."""
     while away(connector, host):

@@ -77,8 +77,14 @@ class HostDiskFullError(EvaluationError):
     state_name = "DiskFull"
 
 
-class DiskFullError(DFlashError):
-    """There is no space left on this machine; the report stays on the host and is fetched by the next run."""
+class NotStoredError(DFlashError):
+    """The report cannot be written here; it stays on the host and is fetched by the next run."""
+
+    state_name = "ReportNotStored"
+
+
+class DiskFullError(NotStoredError):
+    """There is no space left on this machine."""
 
     state_name = "DiskFull"
 
@@ -205,7 +211,7 @@ def follow(
         case "exited" if ended.exit in (0, NotValidError.exit_code):
             return
         case "exited":
-            raise _failed(connector, host, job, ended, lines.last)
+            raise explained(host, ended, _failure(connector, host, workspace(host, job)), lines.last)
         case _:
             raise JobVanishedError(f"the evaluation {job} on {host.name} is gone: {ended.message}")
 
@@ -231,9 +237,11 @@ def fetch_report(
             (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")
             _to_its_name(partial, destination)
     except OSError as error:
-        raise DiskFullError(
-            f"the report could not be written to {destination} ({error.strerror or error}): free space here or name "
-            f"another folder; it is still {host.name}:{place.output}, and the next run fetches it from there"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        todo = "free space here" if full else "make that folder writable, or name another"
+        raise (DiskFullError if full else NotStoredError)(
+            f"the report could not be written to {destination} ({error.strerror or error}): {todo}; it is still "
+            f"{host.name}:{place.output}, and the next run fetches it from there"
         ) from error
     return read_report(destination / "report.json")
 
@@ -287,8 +295,8 @@ def _refused_by_disk(host: Host, why: str) -> EvaluationError:
     return EvaluationError(f"{host.name}: {said(why)}; correct the folders in hosts.yaml, or who may write there")
 
 
-def _failed(connector: Connector, host: Host, job: str, ended: JobStatus, last: str) -> EvaluationError:
-    told = _failure(connector, host, workspace(host, job))
+def explained(host: Host, ended: JobStatus, told: Failure | None, last: str) -> EvaluationError:
+    """The error of a job that ended badly: what it said itself, else the last line of its output."""
     how = ended.message or f"ended with exit code {ended.exit}"
     if told is None:
         return EvaluationError(f"the evaluation on {host.name} {how}: {last or 'it printed nothing'}")
