@@ -32,7 +32,7 @@ const ROUNDS_AT_ONCE = 400;
   const total = figures.misses.reduce((sum, [, count]) => sum + count, 0) || 1;
   barChart("chart-misses", {
     labels: figures.misses.map(([label]) => label),
-    title: "place of the right token among the drafter's candidates",
+    title: "place of the right token",
     y: { title: "share of the misses in %", format: SHARE.format, said: percent },
     series: [{ name: "drafter", colour: "drafter", values: figures.misses.map(([, count]) => count / total) }],
     said: (place) => `place ${figures.misses[place][0]}: ${figures.misses[place][1]} rounds`,

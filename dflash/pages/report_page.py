@@ -1,6 +1,7 @@
 """``report.html``: one evaluation as a page, made from the report, and from its rounds where they are at hand."""
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,7 +10,7 @@ from dflash.pages.document import document, masthead, section
 from dflash.pages.markup import Html, interval, join, number, percent, tag, text, visible
 from dflash.pages.prompt_list import prompt_row, prompt_tools
 from dflash.pages.report_charts import curves, lengths, positions
-from dflash.pages.report_record import checks, provenance
+from dflash.pages.report_record import STATUS_WORDS, checks, pill, provenance
 from dflash.pages.rounds_view import misses_by_rank, walk
 from dflash.report import Metrics, Report
 from dflash.trend import training_tau
@@ -72,6 +73,7 @@ def _overview(report: Report) -> Html:
     return tag(
         "section",
         tag("h1", _headline(report), class_="headline" if valid else "headline bad", id="headline"),
+        _chips(report),
         None if valid else _why_not(report),
         tag("div", hero, _ruler(report, name), class_="top"),
         tag("p", _sentence(report), class_="lead", id="sentence"),
@@ -89,6 +91,24 @@ def _headline(report: Report) -> str:
     if report.reference_metrics is not None:
         line += f" beside the reference's {number(report.reference_metrics.tau.pooled)}"
     return line
+
+
+def _chips(report: Report) -> Html:
+    """How the checks went, and the few facts that tell one report from another."""
+    counts: Counter[str] = Counter(check.status for check in report.checks)
+    settings, target = report.settings, report.target
+    facts = [
+        f"{settings.mode} of {len(report.prompts)} prompts",
+        f"block {settings.block_size}",
+        f"{target.kernel} kernel, {target.dtype}",
+        f"{report.created:%Y-%m-%d}",
+    ]
+    if report.checkpoint.step is not None:
+        facts.insert(0, f"step {report.checkpoint.step}")
+    pills = (pill(status, f"{counts[status]} {said}") for status, said in STATUS_WORDS.items() if counts[status])
+    return tag(
+        "p", tag("a", *pills, href="#checks", aria_label="Checks"), " · ".join(facts), class_="chips", id="facts"
+    )
 
 
 def _why_not(report: Report) -> Html:

@@ -18,7 +18,7 @@ def checks(report: Report) -> Html:
     order = list(STATUS_WORDS)
     ordered = sorted(report.checks, key=lambda one: order.index(one.status))
     counts = Counter(one.status for one in ordered)
-    tally = [tag("span", pill(status), f" {count}", class_="tally") for status, count in counts.items()]
+    tally = [pill(status, f"{count} {STATUS_WORDS[status]}") for status, count in counts.items()]
     rows = [
         tag(
             "tr",
@@ -50,17 +50,16 @@ def checks(report: Report) -> Html:
     )
 
 
-def pill(status: str) -> Html:
+def pill(status: str, said: str | None = None) -> Html:
     """A check's verdict as sign and word, so that colour is not all there is to it."""
-    return tag(
-        "span", tag("b", _SIGNS[status], aria_hidden="true"), f" {STATUS_WORDS[status]}", class_=f"pill {status}"
-    )
+    sign = tag("b", _SIGNS[status], aria_hidden="true")
+    return tag("span", sign, f" {said or STATUS_WORDS[status]}", class_=f"pill {status}")
 
 
 def _value(value: float | int | str | None) -> str:
     if value is None:
         return NONE
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.5g}" if isinstance(value, float) else str(value)
 
 
 def provenance(report: Report) -> Html:
@@ -93,9 +92,7 @@ def provenance(report: Report) -> Html:
         reference = report.reference
         groups.append(("Reference", [("path", reference.path), ("sha256", _digest(reference.sha256))]))
     if report.training is not None:
-        said: list[tuple[str, object]] = [
-            (key, NONE if value is None else value) for key, value in report.training.model_dump().items()
-        ]
+        said: list[tuple[str, object]] = [(key, _value(value)) for key, value in report.training.model_dump().items()]
         groups.append(("Training says", said))
     if report.relay is not None:
         relay = report.relay
