@@ -21,7 +21,8 @@ from tasks.approvals import Approved
 from tasks.environments import ProfileName
 from tasks.errors import Refused
 from tasks.inventory import Host
-from tasks.provisioning import MOST_TRIES, Environment, HostChangedError, Observation, Prepared
+from tasks.provision_errors import HostChangedError
+from tasks.provisioning import MOST_TRIES, Environment, Observation, Prepared
 from tasks.ssh import Connector
 
 

@@ -14,11 +14,12 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from dflash.errors import DFlashError, UsageError
+from dflash.errors import UsageError
 from tasks.actions import Put, Run, escape
 from tasks.facts import SEARCH_PATH, Facts, GpuFacts, Python
 from tasks.inventory import Host
 from tasks.plans import Plan
+from tasks.provision_errors import CurrentTakenError, GpuMissingError, HostDiskFullError, NoPythonError
 from tasks.quantities import show_size
 from tasks.resolving import Lock, Target, TargetError
 
@@ -34,24 +35,6 @@ SLOWEST_LINK = 1_000_000
 """Bytes a second that a parcel is given time for."""
 ROOM_FACTOR = 1.25
 """What compiled files and the installer's own take beside the unpacked wheels."""
-
-
-class NoPythonError(DFlashError):
-    """The host has no Python that this program can run on."""
-
-    state_name = "NoPython"
-
-
-class GpuMissingError(DFlashError):
-    """The host's entry asks for kernels that need a GPU, and it has none that can be seen."""
-
-    state_name = "GpuMissing"
-
-
-class HostDiskFullError(DFlashError):
-    """The host has no room for what was to be put there."""
-
-    state_name = "HostDiskFull"
 
 
 class NoEnvironmentsFolderError(UsageError):
@@ -99,6 +82,8 @@ class Look(BaseModel):
     exists: bool
     current: str | None
     """Where the symbolic link leads."""
+    taken: bool
+    """Something that is no symbolic link has its name."""
     previous: str | None
     environments: tuple[Found, ...] = Field(strict=False)
     wheels: dict[str, int]
@@ -219,11 +204,13 @@ def actions(provision: Provision, look: Look, parcel: Parcel | None, unpacked: i
     """What is to be done, in its order: the folder, the parcel, the build, each where it is needed.
 
     ``unpacked`` is what the wheels take when they are installed, None where that is not known. Raises
-    :class:`HostDiskFullError` when that cannot be right already.
+    :class:`HostDiskFullError` and :class:`CurrentTakenError` when that cannot end well.
     """
     if provision.satisfied:
         return ()
     host, folder = provision.host, provision.folder
+    if look.taken:
+        raise CurrentTakenError(f"{host.name}: {folder}/current is no symbolic link; {CurrentTakenError.mend}")
     room = _room(provision, unpacked)
     check_room(provision, look, parcel, room)
     planned: list[Run | Put] = []

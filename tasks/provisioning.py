@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -25,7 +25,6 @@ from tasks.actions import Put, Run, escape, said
 from tasks.approvals import Approved
 from tasks.channel import GateError
 from tasks.environments import (
-    HostDiskFullError,
     Look,
     Parcel,
     ProfileName,
@@ -44,6 +43,14 @@ from tasks.inventory import Host, Location
 from tasks.own_wheel import own_wheel
 from tasks.plans import Plan
 from tasks.process import last_line
+from tasks.provision_errors import (
+    PROBLEMS,
+    BuildFailedError,
+    HostChangedError,
+    HostDiskFullError,
+    InterruptedProvisionError,
+    ProvisionError,
+)
 from tasks.relay import relay
 from tasks.ssh import ConnectionFailed, Connector
 from tasks.state import state_dir
@@ -59,76 +66,6 @@ INDEX_OF_PIP = (
 )
 
 Notice = Callable[[str], None]
-
-
-class ProvisionError(DFlashError):
-    """The environment was not built; what was current there still is."""
-
-    state_name: ClassVar[str] = "ProvisionFailed"
-    mend: ClassVar[str] = "its last words are above; mend that and run it again"
-
-
-class BuildFailedError(ProvisionError):
-    """The venv could not be made, or the wheels could not be installed."""
-
-    state_name = "BuildFailed"
-    mend = "mend that there (a Python without the module venv needs the package python3-venv), and run it again"
-
-
-class VerificationError(ProvisionError):
-    """What was built is not what was locked, or cannot be imported; it was removed."""
-
-    state_name = "VerificationFailed"
-    mend = "it was removed again: look at the versions in the constraints, or at the host's libraries"
-
-
-class KernelsMissingError(ProvisionError):
-    """fla's kernels do not load on the host."""
-
-    state_name = "KernelsMissing"
-    mend = "mend the driver or the GPU's use there, or say gpu: {kernel: torch} for the host in hosts.yaml"
-
-
-class EnvironmentInUseError(ProvisionError):
-    """The environment that should be built is there, damaged, and processes use it."""
-
-    state_name = "EnvironmentInUse"
-    mend = "wait for them or stop them, then run it again"
-
-
-class CurrentTakenError(ProvisionError):
-    """Something else than a symbolic link is called ``current``."""
-
-    state_name = "CurrentTaken"
-    mend = "move it away, then run it again"
-
-
-class HostChangedError(ProvisionError):
-    """The host is not any more what it was when it was asked."""
-
-    state_name = "HostChanged"
-    mend = "run it again; it is asked anew"
-
-
-class InterruptedProvisionError(ProvisionError):
-    """The connection broke while it was built."""
-
-    state_name = "ProvisionInterrupted"
-    mend = "nothing half-made is used; run it again"
-
-
-PROBLEMS: dict[str, type[ProvisionError]] = {
-    "changed": HostChangedError,
-    "wheels-missing": HostChangedError,
-    "damaged": HostChangedError,
-    "not-a-link": CurrentTakenError,
-    "in-use": EnvironmentInUseError,
-    "venv": BuildFailedError,
-    "install": BuildFailedError,
-    "file": BuildFailedError,
-    "verify": VerificationError,
-    "kernels": KernelsMissingError,
-}
 
 
 class Observation(BaseModel):

@@ -43,7 +43,15 @@ FORGOTTEN_SECONDS = 24 * 3600.0
 IMPORT_SECONDS = 600.0
 STEP_SECONDS = 2.0
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-EMPTY = {"exists": False, "current": None, "previous": None, "environments": [], "wheels": {}, "parcels": []}
+EMPTY = {
+    "exists": False,
+    "current": None,
+    "taken": False,
+    "previous": None,
+    "environments": [],
+    "wheels": {},
+    "parcels": [],
+}
 
 IMPORTS = "import importlib, sys; [importlib.import_module(name) for name in sys.argv[1:]]"
 KERNELS_LOAD = 'from dflash.kernels import select_kernel; select_kernel("fla", device="cuda")'
@@ -78,7 +86,7 @@ def look(folder: str) -> dict[str, Any]:
     try:
         names = sorted(os.listdir(folder))
     except FileNotFoundError:
-        return {**EMPTY, "free": free_bytes(folder)}
+        return {**EMPTY, "environments": [], "wheels": {}, "parcels": [], "free": free_bytes(folder)}
     current = link(folder, "current")
     found = []
     for name in names:
@@ -90,6 +98,7 @@ def look(folder: str) -> dict[str, Any]:
     return {
         "exists": True,
         "current": current,
+        "taken": taken(folder),
         "previous": link(folder, "previous"),
         "environments": found,
         "wheels": {os.path.basename(os.path.dirname(path)): os.path.getsize(path) for path in stored(folder)},
@@ -105,7 +114,7 @@ def build(folder: str, spec: dict[str, Any]) -> dict[str, Any]:
     os.makedirs(folder, exist_ok=True)
     place = os.path.join(folder, spec["name"])
     with locked(folder) as lock:
-        if link(folder, "current") is None and os.path.lexists(os.path.join(folder, "current")):
+        if taken(folder):
             raise Problem("not-a-link", f"{folder}/current is no symbolic link, so it cannot be switched")
         clear_away(folder)
         marker = read_marker(place)
@@ -292,8 +301,10 @@ def run(
     if child.returncode:
         with open(log, "rb") as file:
             text = file.read().decode("utf-8", "replace")
-        full = os.strerror(errno.ENOSPC) in text or os.strerror(errno.EDQUOT) in text
-        raise Problem("disk-full" if full else kind, telling(text) or f"exit status {child.returncode}")
+        # where nothing can be written any more, the log cannot say so
+        if free_bytes(place) < CHUNK or os.strerror(errno.ENOSPC) in text or os.strerror(errno.EDQUOT) in text:
+            raise Problem("disk-full", f"{os.strerror(errno.ENOSPC)} in {os.path.dirname(place)}")
+        raise Problem(kind, telling(text) or f"exit status {child.returncode}")
 
 
 def telling(text: str) -> str:
@@ -517,6 +528,11 @@ def link(folder: str, name: str) -> str | None:
     with contextlib.suppress(OSError):
         return os.readlink(os.path.join(folder, name))
     return None
+
+
+def taken(folder: str) -> bool:
+    """Whether something that is no link is called ``current``."""
+    return link(folder, "current") is None and os.path.lexists(os.path.join(folder, "current"))
 
 
 def write_whole(path: str, content: dict[str, Any]) -> None:
