@@ -10,6 +10,7 @@ import errno
 import io
 import json
 import os
+import tempfile
 import time
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,7 +27,7 @@ from tasks.channel import GateError, RequestFailed
 from tasks.inventory import Host, Inventory
 from tasks.jobs import JobStatus, approval_in_force, job_folder, jobs_folder, plan_observation, status
 from tasks.plans import Plan
-from tasks.requests import write_whole
+from tasks.requests import sync_folder
 from tasks.run_file import Described, Sent, fill
 from tasks.ssh import ConnectionFailed, Connector
 from tasks.state import state_dir
@@ -153,17 +154,21 @@ def prepare(described: Described, host: Host) -> Prepared:
     env = {"PATH": path, "LANG": "C.UTF-8", "PYTHONUNBUFFERED": "1"}
     env |= {name: fill(value, words) for name, value in run.env.items()}
     command = tuple(fill(part, words) for part in run.command)
-    launch = Launch(
-        host=host.name,
-        host_keys=host.fingerprints,
-        argv=("/usr/bin/env", "python3", "-I", start_path, json.dumps(settings, sort_keys=True), *command),
-        cwd=run.cwd or folder,
-        env=tuple(env.items()),
-        requires=tuple(FileDigest(path=where, sha256=file.sha256) for where, file in sent),
-        jobs=jobs,
-        job=job,
-        seconds=START_SECONDS,
-    )
+    try:
+        launch = Launch(
+            host=host.name,
+            host_keys=host.fingerprints,
+            argv=("/usr/bin/env", "python3", "-I", start_path, json.dumps(settings, sort_keys=True), *command),
+            cwd=run.cwd or folder,
+            env=tuple(env.items()),
+            requires=tuple(FileDigest(path=where, sha256=file.sha256) for where, file in sent),
+            jobs=jobs,
+            job=job,
+            seconds=START_SECONDS,
+        )
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        raise UsageError(f"the run cannot be started as it is: {escape(problem['msg'])}") from None
     puts = tuple((_put(host, where, file), file.content) for where, file in sent)
     return Prepared(job, host, described, puts, launch)
 
@@ -229,10 +234,24 @@ def remember(prepared: Prepared, folder: Path | None = None) -> None:
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not file.exists():
-            write_whole(file, known.model_dump_json().encode())
+            _write(file, known.model_dump_json().encode())
     except OSError as error:
         kind = DiskFullError if error.errno in (errno.ENOSPC, errno.EDQUOT) else LaunchError
         raise kind(f"{file}: {os.strerror(error.errno or 0)}; nothing was started: make room and try again") from None
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write ``file`` whole or not at all; two commands may do so at once."""
+    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=".", delete=False) as partial:
+        try:
+            partial.write(content)
+            partial.flush()
+            os.fsync(partial.fileno())
+            os.replace(partial.name, file)
+        except BaseException:
+            os.unlink(partial.name)
+            raise
+    sync_folder(file.parent)
 
 
 def known_launches(folder: Path | None = None) -> tuple[Known, ...]:
@@ -267,6 +286,9 @@ def _put_there(connector: Connector, host: Host, approval: Approval | None, put:
         changes.put(connector, host, approval, put, io.BytesIO(content))
     except RequestFailed as error:
         if THERE_ALREADY in error.reason and put.sha256 in error.reason:
+            return
+        # somebody else wrote it in the same moment, which the start, that requires just these bytes, will tell
+        if "File exists" in error.reason:
             return
         if host.protected or "No such file" not in error.reason:
             raise

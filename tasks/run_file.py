@@ -41,6 +41,8 @@ def _variables(settings: Any) -> Any:
     if not isinstance(settings, Mapping):
         return settings
     for name, value in settings.items():
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", str(name)):
+            raise ValueError(f"{name!r} is not the name of an environment variable")
         if isinstance(value, bool | None | list | dict):
             raise ValueError(f"{name!r} is no text; quote it")
     return {name: str(value) for name, value in settings.items()}
@@ -136,6 +138,8 @@ def read_run(path: Path, *, attempt: int | None = None) -> Described:
         run = Run.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise RunFileError(f"{shown}: {_problem(error)}") from None
+    except (ValueError, TypeError, RecursionError):
+        raise RunFileError(f"{shown}: it contains itself, or a key that is no text; write it out") from None
     if attempt is not None:
         run = run.model_copy(update={"attempt": attempt})
     for word in ("config", "script"):

@@ -124,20 +124,24 @@ def end_as(code):
 def digest(path):
     """sha256 of a file, or of the names and sha256 of all files below a folder, but for caches and hidden ones."""
     try:
+        if not os.path.isdir(path):
+            return file_digest(path)
         tree, size = {}, 0
-        alone = [(os.path.dirname(path), [], [os.path.basename(path)])]
-        for folder, folders, files in os.walk(path) if os.path.isdir(path) else alone:
-            folders[:] = sorted(name for name in folders if name != "__pycache__" and not name.startswith("."))
-            for name in sorted(files):
-                file = os.path.join(folder, name)
+        for folder, folders, files in os.walk(path):
+            folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
+            for file in (os.path.join(folder, name) for name in files if not name.startswith(".")):
                 size += os.path.getsize(file)
                 if len(tree) >= MOST_FILES or size > MOST_BYTES:
                     return f"not digested: more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB"
-                with open(file, "rb") as opened:
-                    tree[os.path.relpath(file, path)] = hashlib.sha256(opened.read()).hexdigest()
+                tree[os.path.relpath(file, path)] = file_digest(file)
     except OSError as error:
         return f"not digested: {error.filename}: {error.strerror}"
-    return tree["."] if list(tree) == ["."] else hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
+
+
+def file_digest(path):
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
 
 
 def write_whole(path, content):
