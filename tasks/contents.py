@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -12,13 +12,16 @@ from itertools import groupby
 from tasks.actions import escape
 from tasks.channel import RequestFailed
 from tasks.ends import Reader, ReadSource, is_missing
-from tasks.gate import ByteStream, Stat
+from tasks.gate import ByteStream, Stat, Wanted
 from tasks.inventory import Location
 from tasks.repack import Checksums, OutputFile, Piece, Range, Repack
 from tasks.selection import Selection
 from tasks.transfer import PIPE_BYTES, Moved, SourceChangedError, SourceEndedError, TransferError, pump, write_all
 
 RANGE_BYTES = 256 << 20
+LEAST_BYTES, TURNS = 16 << 20, 8
+MOST_OTHER_UNITS = 1000
+"""So many of an earlier relay are found in what a checkpoint's records are; it begins anew where there are more."""
 
 
 class SourceError(TransferError):
@@ -26,8 +29,13 @@ class SourceError(TransferError):
 
 
 def spans_of(size: int, *, streams: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
-    """Consecutive (offset, length) over ``size`` bytes: ranges of ``range_bytes``, smaller where streams would idle."""
-    length = max(1, min(range_bytes, math.ceil(size / streams)))
+    """Consecutive (offset, length) over ``size`` bytes: ranges of ``range_bytes``, smaller where streams would idle.
+
+    Several streams get several ranges each, in turns: so the destination can take the digest behind all of them.
+    """
+    even = math.ceil(size / streams)
+    most = min(range_bytes, even if streams == 1 else max(LEAST_BYTES, math.ceil(even / TURNS)))
+    length = max(1, min(most, even))
     return [(offset, min(length, size - offset)) for offset in range(0, size, length)]
 
 
@@ -41,6 +49,12 @@ class WholeFile:
     @property
     def size(self) -> int:
         return self.identity.size
+
+    def requests(self, offset: int, length: int) -> Sequence[Wanted]:
+        return [(self.source.path, offset, length)]
+
+    def fits(self, spans: Sequence[tuple[int, int]]) -> bool:
+        return True
 
     def send(self, reader: Reader, offset: int, length: int, sink: int, moved: Moved) -> str:
         digest = sha256()
@@ -106,8 +120,12 @@ class SelectedFile:
     def spans(self) -> list[tuple[int, int]]:
         return [(unit.offset, unit.length) for unit in self.units.values()]
 
+    def requests(self, offset: int, length: int) -> Sequence[Wanted]:
+        ranges = self._unit(offset, length).ranges()
+        return [(self.place.path(planned.file), planned.offset, planned.length) for planned in ranges]
+
     def send(self, reader: Reader, offset: int, length: int, sink: int, moved: Moved) -> str:
-        unit, digest = self.units[offset], sha256()
+        unit, digest = self._unit(offset, length), sha256()
         if unit.literal:
             write_all(sink, memoryview(unit.literal))
             digest.update(unit.literal)
@@ -126,9 +144,58 @@ class SelectedFile:
         checksums.verify()
         return digest.hexdigest()
 
+    def fits(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether all of it can be sent in ``spans``, into which an earlier relay cut it."""
+        known = set(self.spans)
+        others = [span for span in spans if span not in known]
+        if len(others) > MOST_OTHER_UNITS:
+            return False
+        try:
+            for offset, length in others:
+                unit_of(self.output, offset, length)
+        except TransferError:
+            return False
+        return True
+
+    def _unit(self, offset: int, length: int) -> Unit:
+        """The unit of a range, also of one that an earlier relay cut by other sizes."""
+        unit = self.units.get(offset)
+        return unit if unit is not None and unit.length == length else unit_of(self.output, offset, length)
+
     def check_unchanged(self, reader: Reader) -> None:
         with noticing_if_it_vanished(self.source):
             self.selection.require_unchanged(ReadSource(reader, self.source).look())
+
+
+def unit_of(output: OutputFile, offset: int, length: int) -> Unit:
+    """What makes ``length`` bytes of ``output`` from ``offset`` on.
+
+    Raises :class:`TransferError` where a record is cut: its checksum is over all of it.
+    """
+    end, literal, pieces = offset + length, b"", list[Piece]()
+    for begin, data in output.literals:
+        literal += data[max(0, offset - begin) : max(0, end - begin)]
+    for group in _whole_records(output.pieces, length):
+        begin = group[0].place
+        stop = begin + sum(piece.size for piece in group)
+        if stop <= offset or begin >= end:
+            continue
+        if begin < offset or stop > end:
+            if group[0].record is not None or group[0].narrow:
+                raise TransferError(f"{output.name}: {length} bytes at {offset} cut a record; relay it again")
+            group = [_clipped(group[0], offset, end)]
+        pieces.extend(group)
+    follows = not pieces or pieces[0].place == offset + len(literal)
+    if not follows or len(literal) + sum(piece.size for piece in pieces) != length:
+        raise TransferError(f"{output.name}: {length} bytes at {offset} are not among what moves; relay it again")
+    return Unit(offset, length, literal, replace(output, literals=(), pieces=tuple(pieces)))
+
+
+def _clipped(piece: Piece, begin: int, end: int) -> Piece:
+    """The part of ``piece`` that goes to the places from ``begin`` to ``end``."""
+    if begin > piece.place:
+        piece = piece.split(begin - piece.place)[1]
+    return piece.split(end - piece.place)[0] if end < piece.place + piece.size else piece
 
 
 def _units(output: OutputFile, most: int) -> Iterator[Unit]:

@@ -5,7 +5,7 @@ import signal
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -16,10 +16,10 @@ from tasks import process
 from tasks.actions import escape, said
 from tasks.approvals import Approval
 from tasks.channel import EXIT_SSH_FAILED, RequestFailed
-from tasks.gate import ByteStream, Entry, Stat, open_session
+from tasks.gate import ByteStream, Entry, Stat, Wanted, open_session
 from tasks.inventory import Location
 from tasks.process import PIPE, Popen, TimeoutExpired, last_line, tail
-from tasks.sources import BESIDE, Look
+from tasks.sources import BESIDE, Look, of_the_checkpoint
 from tasks.ssh import Connector
 from tasks.transfer import Receiver, ReceiverLostError, SourceChangedError, SourceEndedError, receiver_argv
 
@@ -37,6 +37,8 @@ class Reader(Protocol):
     def stat(self, path: str) -> Stat: ...
 
     def list(self, path: str) -> tuple[Entry, ...]: ...
+
+    def ahead(self, wanted: Iterable[Wanted]) -> None: ...
 
     def read(self, path: str, offset: int, length: int) -> AbstractContextManager[ByteStream]: ...
 
@@ -67,6 +69,8 @@ class LocalReader:
         with _failing(path), os.scandir(path) as found:
             entries = [Entry(name=entry.name, **_described(entry.stat(follow_symlinks=False))) for entry in found]
         return tuple(sorted(entries, key=lambda entry: entry.name))
+
+    def ahead(self, wanted: Iterable[Wanted]) -> None: ...
 
     @contextmanager
     def read(self, path: str, offset: int, length: int) -> Iterator[ByteStream]:
@@ -147,7 +151,11 @@ class Pool(Generic[T]):
 
 
 class ReadSource:
-    """A checkpoint behind a :class:`Reader`, for :func:`tasks.selection.select`."""
+    """A checkpoint behind a :class:`Reader`, for :func:`tasks.selection.select`.
+
+    Links to files are followed where no approval says what may be read. ``left_out`` are the entries, by their names
+    below the directory, that the last look could make nothing of: other links, pipes, sockets, devices.
+    """
 
     def __init__(self, reader: Reader, place: Location) -> None:
         self._reader = reader
@@ -155,23 +163,26 @@ class ReadSource:
         directory = reader.stat(place.path).kind == "directory"
         self.single = None if directory else os.path.basename(place.path)
         self._folder = place.path if directory else os.path.dirname(place.path)
+        self.left_out: list[str] = []
 
     def path(self, file: str) -> str:
         return os.path.join(self._folder, file)
 
     def look(self) -> Look:
         if self.single is None:
-            return dict(self._below(""))
+            self.left_out = []
+            return of_the_checkpoint(dict(self._below("")))
         found = {}
         for name in (self.single, BESIDE):
             with suppress_missing(self.single if name == self.single else None):
                 state = self._reader.stat(self.path(name))
                 if state.kind == "file":
-                    found[name] = _identity(state)
+                    found[name] = identity_of(state)
         return found
 
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> bytes:
         pieces = []
+        self._reader.ahead((self.path(file), offset, length) for offset, length in ranges)
         for offset, length in ranges:
             with self._reader.read(self.path(file), offset, length) as stream:
                 pieces.append(_read_exactly(stream, f"{self.place} {file}"))
@@ -183,7 +194,21 @@ class ReadSource:
             if entry.kind == "directory":
                 yield from self._below(name)
             elif entry.kind == "file":
-                yield name, _identity(entry)
+                yield name, identity_of(entry)
+            elif (state := self._behind_link(name)) is not None:
+                yield name, identity_of(state)
+            else:
+                self.left_out.append(name)
+
+    def _behind_link(self, name: str) -> Stat | None:
+        # a gate refuses what lies elsewhere, and with it the session
+        if self._reader.approval is not None:
+            return None
+        try:
+            state = self._reader.stat(self.path(name))
+        except RequestFailed:
+            return None
+        return state if state.kind == "file" else None
 
 
 @contextmanager
@@ -212,7 +237,8 @@ def _read_exactly(stream: ByteStream, what: str) -> bytes:
     return bytes(content)
 
 
-def _identity(state: Stat) -> Identity:
+def identity_of(state: Stat) -> Identity:
+    """What one state of a file is known by in a look."""
     return Identity(state.device, state.inode, state.size, state.mtime_ns)
 
 

@@ -11,7 +11,7 @@ from tasks.contents import WholeFile
 from tasks.ends import Reader, open_reader
 from tasks.inventory import Location
 from tasks.object_store import ObjectPlace, ObjectStore
-from tasks.relay import name_of_state, relayable
+from tasks.relayable import name_of_state, relayable
 from tasks.ssh import Connector
 from tasks.transfer import Moved, SourceChangedError
 

@@ -1,7 +1,8 @@
 """Observing a host: one session, framed requests, the same for a protected host and for any other."""
 
 import json
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -17,6 +18,13 @@ from tasks.inventory import Host
 from tasks.ssh import Connector
 
 Count = Annotated[int, Field(ge=0, le=LARGEST)]
+
+
+MOST_ASKED = 32
+"""Reads that a gate is asked for before their turn; the lines fit into what ssh holds on its way."""
+
+Wanted = tuple[str, int, int]
+"""A path, and offset and length of a range of it."""
 
 
 class Stat(BaseModel):
@@ -108,6 +116,8 @@ class GateSession:
 
     def __init__(self, channel: Channel, budget: LocalBudget | None) -> None:
         self._channel, self._budget = channel, budget
+        self._planned: deque[Wanted] = deque()
+        self._asked: deque[Wanted] = deque()
 
     @property
     def host(self) -> Host:
@@ -141,6 +151,14 @@ class GateSession:
                     progress(reply.hashed)
             return reply.sha256
 
+    def ahead(self, wanted: Iterable[Wanted]) -> None:
+        """Say what the next reads will be, exactly and in this order, behind those that were said before.
+
+        They are asked for before their turn, so that none of them costs a round trip.
+        """
+        if self._budget is None:
+            self._planned.extend(wanted)
+
     @contextmanager
     def read(self, path: str, offset: int, length: int) -> Iterator[ByteStream]:
         """``length`` bytes of a file from ``offset`` on, as a descriptor to read exactly them from.
@@ -151,8 +169,14 @@ class GateSession:
         channel = self._channel
         with self._until_it_breaks():
             self._debit(path, length)
-            self._send(verb="read", path=path, offset=offset, length=length)
-            reply = channel.reply(raw_bytes_follow=True)
+            self._ask_for((path, offset, length))
+            try:
+                reply = channel.reply(raw_bytes_follow=True)
+            except RequestFailed as error:
+                if self._asked or self._planned:
+                    # what was asked for behind it will be answered, and nobody waits for that
+                    channel.end(f"{type(error).__name__}: {error}")
+                raise
             if reply.get("length") != length:
                 raise channel.broken("it announced another number of bytes than was asked for")
             try:
@@ -161,7 +185,7 @@ class GateSession:
                 if not channel.has_ended():
                     raise
                 raise channel.failure() from error
-            channel.reply()
+            channel.reply(raw_bytes_follow=bool(self._asked))
             channel.bytes += length
 
     def abort(self) -> None:
@@ -205,6 +229,17 @@ class GateSession:
 
     def _send(self, **request: Any) -> None:
         self._channel.send(json.dumps(request, separators=(",", ":")).encode("ascii"))
+
+    def _ask_for(self, wanted: Wanted) -> None:
+        """Have the next answer be that of ``wanted``, and ask for some of what is planned behind it."""
+        if not self._asked and not self._planned:
+            self._planned.append(wanted)
+        while self._planned and len(self._asked) < MOST_ASKED:
+            path, offset, length = self._planned.popleft()
+            self._send(verb="read", path=path, offset=offset, length=length)
+            self._asked.append((path, offset, length))
+        if self._asked.popleft() != wanted:
+            raise self._channel.broken("another range than this was announced as the next")
 
     def _stat(self, path: str, *, renew: bool, model: type[StatReply]) -> StatReply:
         found = self._ask(model, verb="stat", path=path)

@@ -15,7 +15,7 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -60,6 +60,16 @@ class Content(BaseModel):
     size: int = Field(ge=0)
     spans: list[Span]
 
+    @property
+    def cuts(self) -> list[tuple[int, int]]:
+        """Offsets and lengths of the spans."""
+        return [(span.offset, span.length) for span in self.spans]
+
+    @property
+    def moving(self) -> int:
+        """Bytes that move at all."""
+        return sum(span.length for span in self.spans)
+
 
 NOTE = re.compile(rb"(\d{1,9}) ([0-9a-f]{64}) (sent|stored)")
 
@@ -89,7 +99,7 @@ class Journal:
     @property
     def sparse(self) -> bool:
         """Whether there are zeros that do not move."""
-        return sum(span.length for span in self._content.spans) < self._content.size
+        return self._content.moving < self._content.size
 
     @property
     def spans(self) -> tuple[Span, ...]:
@@ -160,13 +170,15 @@ def opened(
     size: int,
     spans: Sequence[tuple[int, int]],
     *,
+    fits: Callable[[Sequence[tuple[int, int]]], bool] | None = None,
     folder: Path | None = None,
 ) -> Iterator[Journal]:
     """The journal of ``source`` in the state ``identity`` going to ``destination``: a file of ``size`` bytes.
 
     ``spans`` (offset, length) are what moves, in order; what lies between them is zeros.
 
-    One that an earlier transfer of the same state left is taken up, with its own spans. :class:`JournalError` when
+    One that an earlier transfer of the same state left is taken up with its own spans, if ``fits`` says that all of the
+    file can be sent in them. :class:`JournalError` when
     another process has it open, or when it cannot be read or written.
     """
     place = folder or state_dir() / "relays"
@@ -187,17 +199,17 @@ def opened(
                 f"{source} is on its way to {destination} already; wait for that relay or end it"
             ) from None
         content = read(file)
-        wanted = (source, destination, identity, size)
-        if content is None or (content.source, content.destination, content.identity, content.size) != wanted:
-            content = Content(
-                version=VERSION,
-                source=source,
-                destination=destination,
-                identity=identity,
-                transfer=secrets.token_hex(8),
-                size=size,
-                spans=[Span(offset=offset, length=length) for offset, length in spans],
-            )
+        new = Content(
+            version=VERSION,
+            source=source,
+            destination=destination,
+            identity=identity,
+            transfer=secrets.token_hex(8),
+            size=size,
+            spans=[Span(offset=offset, length=length) for offset, length in spans],
+        )
+        if content is None or not _same(content, new) or (fits is not None and not fits(content.cuts)):
+            content = new
         journal = Journal(file, content)
         journal._save()
         yield journal
@@ -226,6 +238,14 @@ def read(file: Path) -> Content | None:
             return None
         at = span.offset + span.length
     return content if content.version == VERSION and at <= content.size else None
+
+
+def _same(one: Content, other: Content) -> bool:
+    """Whether both are about the same bytes, however they are cut."""
+    return all(
+        getattr(one, field) == getattr(other, field)
+        for field in ("source", "destination", "identity", "size", "moving")
+    )
 
 
 def transfer_of(file: Path) -> str | None:

@@ -14,7 +14,7 @@ from tasks.contents import WholeFile
 from tasks.ends import Reader, open_reader, open_receiver
 from tasks.inventory import Location
 from tasks.object_store import ObjectStore
-from tasks.relay import relayable
+from tasks.relayable import relayable
 from tasks.ssh import Connector
 from tasks.store_errors import StoreError
 from tasks.transfer import FetchError, Receiver, write_all

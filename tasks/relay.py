@@ -20,16 +20,15 @@ from dflash.errors import UsageError
 from tasks import journal
 from tasks.actions import MOST_PATHS, ReadGrant, escape
 from tasks.approvals import Approval
-from tasks.contents import RANGE_BYTES, SelectedFile, SourceError, WholeFile, spans_of
+from tasks.contents import RANGE_BYTES, SelectedFile, WholeFile, spans_of
 from tasks.ends import Pool, Reader, ReadSource, open_reader
 from tasks.errors import Refused
 from tasks.gate import Stat
 from tasks.inventory import Host, Location
 from tasks.plans import Plan
-from tasks.quantities import show_size
-from tasks.selection import Output, Selection, What, select
-from tasks.several import open_receivers
-from tasks.sources import require_settled
+from tasks.relayable import look, name_of_state, require_another_place
+from tasks.selection import Output, Selection, What
+from tasks.several import beside, open_receivers
 from tasks.ssh import Connector
 from tasks.streams import PATIENCE_SECONDS, Content, Ends, Transfer
 from tasks.transfer import Pace, Progress
@@ -43,8 +42,7 @@ PROTECTED_STREAMS = 2
 """A gate serves no more sessions at once."""
 LINK_RATE = 1_250_000_000
 """Bytes a second that are aimed at where nothing slower is known: the 10 Gb/s of the operator's machine."""
-SETTLING_SECONDS = 1.0
-"""Between the two looks at a checkpoint that does not say itself that it is whole."""
+LOOKS_AT_THE_WAY = 3
 
 
 @dataclass(frozen=True)
@@ -65,6 +63,14 @@ class Settings:
     patience: float = PATIENCE_SECONDS
     """Seconds without a byte after which a lost link ends the relay."""
     range_bytes: int = RANGE_BYTES
+
+    def __post_init__(self) -> None:
+        """:class:`UsageError` for what says two things at once."""
+        if self.what == "all" and (self.dtype is not None or self.output != "safetensors"):
+            asked = "dtype" if self.dtype is not None else "output"
+            raise UsageError(f"all of it moves as it is, so --{asked} has no say: ask for --what drafter or model")
+        if self.dtype is not None and self.output == "pt":
+            raise UsageError("the dtype of a torch file cannot be changed on the way: leave out --output pt or --dtype")
 
     @property
     def selected(self) -> str:
@@ -191,14 +197,14 @@ def relay(
     that cannot be understood, or what the connection raises; then the file that it is about has no name there.
     """
     destinations = (destination, *also)
-    for place in destinations:
-        check_destination(place)
+    check_destinations(destinations)
     asked = settings or Settings()
     with ExitStack() as stack:
         readers = stack.enter_context(Pool(partial(open_reader, connector, source, approval)))
-        receivers = stack.enter_context(Pool(partial(open_receivers, connector, destinations)))
+        receivers = stack.enter_context(Pool(partial(open_receivers, connector, destinations, set())))
         with readers.take() as reader:
-            content = _look(reader, source, asked)
+            content = look(reader, source, what=asked.what, dtype=asked.dtype, output=asked.output)
+            require_another_place(reader, source, [_files_at(place, content, asked) for place in destinations], content)
             streams = asked.streams or _streams(_round_trip(reader, source), source.host, approval, asked)
         ends = Ends(readers.take, receivers.take)
         relayed = _Relay(source, destinations, asked, streams, ends, progress, notice, carry)
@@ -221,7 +227,7 @@ class Estimate:
 def estimate(connector: Connector, approval: Approval | None, source: Location, settings: Settings) -> Estimate:
     """What :func:`relay` would move, found out by the few small reads it begins with."""
     with open_reader(connector, source, approval) as reader:
-        found = _look(reader, source, settings)
+        found = look(reader, source, what=settings.what, dtype=settings.dtype, output=settings.output)
         round_trip = _round_trip(reader, source)
     streams = settings.streams or _streams(round_trip, source.host, approval, settings)
     carried = round(streams * WINDOW_BYTES / max(round_trip, 1e-6))
@@ -230,6 +236,14 @@ def estimate(connector: Connector, approval: Approval | None, source: Location, 
         return Estimate(found.size, found.size, streams, fastest)
     _, selection = found
     return Estimate(selection.source_bytes, selection.moved_bytes, streams, fastest)
+
+
+def check_destinations(destinations: Sequence[Location]) -> None:
+    """Raise :class:`UsageError` when one is named twice, and as :func:`check_destination` for each."""
+    for number, place in enumerate(destinations):
+        check_destination(place)
+        if place in destinations[:number]:
+            raise UsageError(f"{escape(str(place))} is named twice: name each destination once")
 
 
 def check_destination(destination: Location) -> None:
@@ -248,48 +262,30 @@ def stream_count(round_trip: float, *, rate: int, cores: int, sessions: int, pro
     return max(1, min(wanted, most))
 
 
-def _look(reader: Reader, source: Location, settings: Settings) -> Stat | tuple[ReadSource, Selection]:
-    """The state of a file that moves as it is, else the selection; the source has settled."""
-    found = reader.stat(source.path)
-    if found.kind == "file" and settings.what == "all" and settings.output == "safetensors":
-        return relayable(reader, source, found)
-    if found.kind == "other":
-        raise SourceError(f"{escape(str(source))} is neither a file nor a directory: name one")
-    place = ReadSource(reader, source)
-    selection = select(place, what=settings.what, dtype=settings.dtype, output=settings.output)
-    if not selection.sealed:
-        time.sleep(SETTLING_SECONDS)
-        require_settled(selection.place, selection.look, place.look())
-    return place, selection
+def _files_at(place: Location, content: Stat | tuple[ReadSource, Selection], settings: Settings) -> list[Location]:
+    """What will be written at the destination ``place``."""
+    if isinstance(content, Stat):
+        return [place]
+    _, selection = content
+    folder = _folder_of(place, selection, settings)
+    return [Location(place.host, os.path.join(folder, output.name)) for output in selection.outputs]
 
 
-def relayable(reader: Reader, source: Location, found: Stat) -> Stat:
-    """The state ``found`` of a file that can move as it is; :class:`SourceError` says why another cannot."""
-    name = escape(str(source))
-    if found.kind != "file":
-        kind = "a directory" if found.kind == "directory" else "not a regular file"
-        raise SourceError(f"{name} is {kind}: name one file")
-    if not found.size:
-        raise SourceError(f"{name} is empty: relay it when it has been written")
-    approval = reader.approval
-    if approval is not None and found.size > approval.grant.bytes:
-        raise SourceError(
-            f"{name} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
-            f"ask for more with --max-bytes {show_size(found.size * 11 // 10).replace(' ', '')}"
-        )
-    return found
-
-
-def name_of_state(found: Stat) -> str:
-    """What names one state of a file whose content nothing names."""
-    return f"{found.device}:{found.inode}:{found.size}:{found.mtime_ns}"
+def _folder_of(place: Location, selection: Selection, settings: Settings) -> str:
+    """Where the files of ``selection`` go at ``place``."""
+    if not settings.by_identity:
+        return place.path
+    return os.path.join(place.path, hashlib.sha256(selection.identity.encode()).hexdigest()[:16])
 
 
 def _round_trip(reader: Reader, source: Location) -> float:
-    """Seconds from a small request to its answer."""
-    begun = time.monotonic()
-    reader.stat(source.path)
-    return time.monotonic() - begun
+    """Seconds from a small request to its answer: the least of a few, because a busy machine is no long way."""
+    times = []
+    for _ in range(LOOKS_AT_THE_WAY):
+        begun = time.monotonic()
+        reader.stat(source.path)
+        times.append(time.monotonic() - begun)
+    return min(times)
 
 
 def _streams(round_trip: float, host: Host | None, approval: Approval | None, settings: Settings) -> int:
@@ -339,9 +335,7 @@ class _Relay:
 
     def selection(self, place: ReadSource, selection: Selection) -> RelayResult:
         """The files of a selection, below the folder that the destination names; what makes them whole comes last."""
-        folder = self.destination.path
-        if self.settings.by_identity:
-            folder = os.path.join(folder, hashlib.sha256(selection.identity.encode()).hexdigest()[:16])
+        folder = _folder_of(self.destination, selection, self.settings)
         total = sum(output.size for output in selection.outputs)
         arrived: list[Arrived] = []
         begun = time.monotonic()
@@ -367,7 +361,8 @@ class _Relay:
     ) -> Arrived:
         selected = self.settings.selected
         named = " and ".join(str(place) for place in self._alike(there))
-        with journal.opened(str(self.source), named, f"{identity} {selected}", content.size, spans) as notes:
+        about = f"{identity} {selected}"
+        with journal.opened(str(self.source), named, about, content.size, spans, fits=content.fits) as notes:
             transfer = Transfer(
                 content=content,
                 journal=notes,
@@ -388,8 +383,8 @@ class _Relay:
 
     def _alike(self, there: Location) -> list[Location]:
         """Where the file ``there``, of the first destination, lies at each of them."""
-        below = there.path[len(self.destination.path) :]
-        return [Location(place.host, place.path + below) for place in self.destinations]
+        first = self.destination.path
+        return [Location(place.host, beside(there.path, first, place.path)) for place in self.destinations]
 
     def _part_of(self, before: int, total: int) -> Progress | None:
         if self.progress is None:

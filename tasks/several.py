@@ -15,15 +15,26 @@ from tasks.transfer import Opened, Receiver, SinkClosedError, TransferError, wri
 DIFFERENT = "another at each destination"
 
 
+def beside(path: str, first: str, other: str) -> str:
+    """Where the file ``path``, which is ``first`` or lies below it, is at another destination."""
+    below = os.path.relpath(path, first)
+    return other if below == "." else os.path.join(other, below)
+
+
 @contextmanager
-def open_receivers(connector: Connector, destinations: Sequence[Location]) -> Iterator[Receiver]:
-    """The receiver of the only destination, else one that stands for all of them."""
+def open_receivers(
+    connector: Connector, destinations: Sequence[Location], left_out: set[int] | None = None
+) -> Iterator[Receiver]:
+    """The receiver of the only destination, else one that stands for all of them.
+
+    ``left_out`` is shared by all that take part in one transfer; see :class:`Several`.
+    """
     with ExitStack() as stack:
         receivers = [stack.enter_context(open_receiver(connector, place)) for place in destinations]
         if len(receivers) == 1:
             yield receivers[0]
             return
-        several = Several(receivers, [place.path for place in destinations])
+        several = Several(receivers, [place.path for place in destinations], left_out)
         stack.callback(several.close)
         yield several
 
@@ -32,12 +43,14 @@ class Several(Receiver):
     """Receivers that do the same; the slowest of them sets the pace.
 
     ``paths`` are those of the destinations: a file of the first that lies below it lies below each of the others alike.
-    A destination that has the file already is left out.
+    A destination that has the file already is left out: :meth:`open` puts its number into ``left_out``, and whoever
+    joins does without it.
     """
 
-    def __init__(self, receivers: Sequence[Receiver], paths: Sequence[str]) -> None:
+    def __init__(self, receivers: Sequence[Receiver], paths: Sequence[str], left_out: set[int] | None = None) -> None:
         self._all = list(zip(receivers, paths, strict=True))
         self._active = list(receivers)
+        self._left_out = set() if left_out is None else left_out
         self._sink = -1
         self._tee: threading.Thread | None = None
         self._failed: Receiver | None = None
@@ -48,24 +61,29 @@ class Several(Receiver):
 
     def open(self, path: str, size: int, transfer: str, *, about: str = "", sparse: bool = False) -> Opened:
         self._active, finished, fresh = [], "", False
-        for receiver, own in self._all:
+        self._left_out.clear()
+        for number, (receiver, own) in enumerate(self._all):
             opened = receiver.open(self._own(path, own), size, transfer, about=about, sparse=sparse)
             if opened.committed is not None:
                 finished = opened.committed
+                self._left_out.add(number)
             else:
                 self._active.append(receiver)
                 fresh = fresh or opened.fresh
         return Opened(fresh, None if self._active else finished)
 
     def join(self, path: str, size: int, transfer: str) -> None:
-        for receiver, own in self._all:
-            if receiver in self._active:
+        self._active = []
+        for number, (receiver, own) in enumerate(self._all):
+            if number not in self._left_out:
                 receiver.join(self._own(path, own), size, transfer)
+                self._active.append(receiver)
 
-    def begin(self, offset: int, length: int) -> None:
-        for receiver in self._active:
-            receiver.begin(offset, length)
+    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int]] = ()) -> None:
+        # before anything else is said, all of the range before has gone to all
         self.close()
+        for receiver in self._active:
+            receiver.begin(offset, length, others)
         source, self._sink = os.pipe()
         self._tee = threading.Thread(target=self._copy, args=(source, length), name="to each destination", daemon=True)
         self._tee.start()
@@ -118,7 +136,7 @@ class Several(Receiver):
             self._tee = None
 
     def _own(self, path: str, destination: str) -> str:
-        return destination + path[len(self._all[0][1]) :]
+        return beside(path, self._all[0][1], destination)
 
     def _copy(self, source: int, length: int) -> None:
         """In a thread of its own: what comes out of the pipe goes to every destination."""

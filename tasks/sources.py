@@ -1,5 +1,6 @@
 """Where a checkpoint's bytes come from: files by name, states that tell whether one changed, and bytes by ranges."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -7,12 +8,16 @@ from typing import Protocol
 
 from dflash.checkpoint_layout import ChangedError, CheckpointError, Identity, NotACheckpointError, reading
 from dflash.records import ByteReader, DamagedError, read_ranges
+from dflash.safetensors_header import read_header
+from dflash.torch_zip import MAGIC, read_directory
 
 Look = Mapping[str, Identity]
 """The files of a checkpoint by their names below its directory, each with its state."""
 
 _LARGEST_WHOLE = 16 << 20
 BESIDE = "config.json"
+SIDECAR = ".relay.json"
+_PART = re.compile(r"\..+\.part-[0-9a-f]{16}(\.json)?", re.DOTALL)
 
 
 class Source(Protocol):
@@ -56,7 +61,8 @@ class LocalSource:
                 files = [path for path in self._folder.rglob("*") if path.is_file()]
             else:
                 files = [path for path in (self._path, self._folder / BESIDE) if path.is_file()]
-            return {str(path.relative_to(self._folder)): Identity.of(path) for path in sorted(files)}
+            look = {str(path.relative_to(self._folder)): Identity.of(path) for path in sorted(files)}
+            return look if self.single is not None else of_the_checkpoint(look)
 
     def read(self, file: str, ranges: Sequence[tuple[int, int]]) -> bytes:
         path = self._folder / file
@@ -66,6 +72,34 @@ class LocalSource:
                 opened.seek(offset)
                 pieces.append(opened.read(length))
             return b"".join(pieces)
+
+
+def of_the_checkpoint(look: Look) -> Look:
+    """``look`` without what relays have put beside its files: sidecars, and parts of what was on its way."""
+    return {
+        name: state
+        for name, state in look.items()
+        if not (name.endswith(SIDECAR) and name.removesuffix(SIDECAR) in look)
+        and not _PART.fullmatch(name.rpartition("/")[2])
+    }
+
+
+def require_whole(reading: "Reading", name: str) -> bool:
+    """Whether the file ``name`` is a torch zip or safetensors; :class:`DamagedError` when it is and is not whole.
+
+    What is neither says nothing about itself.
+    """
+    file = reading.file(name)
+    if file.size < len(MAGIC):
+        return False
+    if file.name.endswith(".safetensors"):
+        read_header(file)
+        return True
+    (head,) = read_ranges(file, [(0, len(MAGIC))])
+    if head != MAGIC:
+        return False
+    read_directory(file)
+    return True
 
 
 def require_settled(place: str, before: Look, after: Look) -> None:

@@ -11,7 +11,8 @@ from tasks.ends import open_reader
 from tasks.inventory import Inventory, Location
 from tasks.object_store import ObjectStore
 from tasks.plans import Plan
-from tasks.relay import WHOLE, RelayResult, Settings, check_destination, name_of_state, relay, relayable
+from tasks.relay import WHOLE, RelayResult, Settings, check_destinations, relay
+from tasks.relayable import name_of_state, relayable
 from tasks.ssh import Connector
 from tasks.staged_senders import ByHost, ThroughOperator, plan_uploads
 from tasks.staging import CHUNK_BYTES, StagedTransfer
@@ -71,8 +72,7 @@ def relay_staged(
     is gone on with, also one that went over ssh alone. Raises as :func:`tasks.relay.relay`, and a
     :class:`~tasks.object_store.StoreError` when the store is what is wrong; then nothing is under the final name.
     """
-    for place in (destination, *also):
-        check_destination(place)
+    check_destinations((destination, *also))
     store.probe()
     asked = _in_chunks(settings or Settings())
 

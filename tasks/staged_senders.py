@@ -128,6 +128,7 @@ class ThroughOperator:
             work.moved(count)
             self._pace(count)
 
+        session.ahead(self._content.requests(span.offset, span.length))
         try:
             sha256 = self._content.send(session, span.offset, span.length, putting.sink, moved)
         except SinkClosedError:

@@ -1,15 +1,17 @@
 """The ranges of one file over several pairs of sessions at once, until the destination has them all.
 
 A stream is one session with the source's gate, one receiver on the destination and the pump between them; it takes one
-range after the other. The first stream holds the transfer open and gives the file its name; the others join it. A lost
-link costs the range that was on it: the stream connects anew and goes on, as long as something moved within
+range after the other. The next one is asked for while one comes, and a range is confirmed while the next is on its way,
+so that neither end waits for the other's round trip. The first stream holds the transfer open and gives the file its
+name; the others join it. A lost link costs the ranges that were on it: the stream connects anew and goes on, as long as
+something moved within
 ``patience`` seconds and ranges arrive. Everything else ends the transfer, and the journal keeps what arrived.
 """
 
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -19,6 +21,7 @@ from dflash.errors import DFlashError
 from tasks.channel import GateError, RequestFailed
 from tasks.ends import Reader
 from tasks.errors import FileChanged, HostBusy
+from tasks.gate import Wanted
 from tasks.journal import Journal, Span
 from tasks.ssh import ConnectionFailed
 from tasks.transfer import (
@@ -40,6 +43,10 @@ CONNECTS_AT_ONCE = 3
 MOST_BROKEN_RANGES = 5
 """So often may the link break in the middle of a range without one arriving before the transfer gives up."""
 PROGRESS_SECONDS = 0.1
+AHEAD_BYTES, MOST_AHEAD = 32 << 20, 32
+"""What a stream takes behind the range that it sends, as long as there is enough for the others."""
+UNCONFIRMED_BYTES = 4 << 20
+"""Before the range that was sent last; what the destination still writes."""
 
 T = TypeVar("T")
 
@@ -49,6 +56,12 @@ class Content(Protocol):
 
     @property
     def size(self) -> int: ...
+
+    def requests(self, offset: int, length: int) -> Sequence[Wanted]:
+        """What :meth:`send` reads for a range, in its order."""
+
+    def fits(self, spans: Sequence[tuple[int, int]]) -> bool:
+        """Whether all of it can be sent in these ranges."""
 
     def send(self, session: Reader, offset: int, length: int, sink: int, moved: Moved) -> str:
         """Send a range into ``sink`` and return its sha256."""
@@ -94,6 +107,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._waiting: deque[Span] = deque()
         self._in_hands = 0
+        self._by_others: list[tuple[int, int]] = []
         self._failure: DFlashError | None = None
         self._helpers: list[threading.Thread] = []
         self._under_way: set[Reader | Receiver] = set()
@@ -132,11 +146,11 @@ class Transfer:
                 return self._done(committed)
             if not self._helpers:
                 self._start_helpers()
-            self._move(session, receiver)
+            self._move(session, receiver, leading=True)
             while self._waiting or self._in_hands:
                 # not for the helpers as such: one may look for a session slot for long after all is done
                 time.sleep(0.02)
-                self._move(session, receiver)
+                self._move(session, receiver, leading=True)
             self._raise_failure()
             self._report(force=True)
             self.content.check_unchanged(session)
@@ -161,6 +175,8 @@ class Transfer:
                     self.journal.stored(span)
                 else:
                     self.journal.lost(span)
+        with self._lock:
+            self._by_others = [(span.offset, span.length) for span in self.journal.spans if span.stored]
         if not self._helpers_at_work():
             self._waiting = deque(span for span in self.journal.spans if not span.stored)
             self._moved_bytes = sum(span.length for span in self.journal.spans if span.stored)
@@ -209,7 +225,7 @@ class Transfer:
 
     def _join(self) -> None:
         with self._connected(self._join_transfer) as (session, receiver, _):
-            self._move(session, receiver)
+            self._move(session, receiver, leading=False)
 
     def _join_transfer(self, receiver: Receiver) -> None:
         receiver.join(self.path, self.content.size, self.journal.transfer)
@@ -233,47 +249,84 @@ class Transfer:
                 greeting = greet(receiver)
             yield session, receiver, greeting
 
-    def _move(self, session: Reader, receiver: Receiver) -> None:
-        """Take range after range until none waits."""
-        while (span := self._next()) is not None:
-            try:
-                self._move_one(session, receiver, span)
-            except BaseException:
-                self._give_back(span)
-                raise
-            finally:
-                with self._lock:
-                    self._in_hands -= 1
-
-    def _move_one(self, session: Reader, receiver: Receiver, span: Span) -> None:
-        receiver.begin(span.offset, span.length)
+    def _move(self, session: Reader, receiver: Receiver, *, leading: bool) -> None:
+        """Take range after range until none waits, and see each of them confirmed."""
+        taken, sent = deque[Span](), deque[Span]()
         try:
-            sha256 = self.content.send(session, span.offset, span.length, receiver.sink, self._on_moved)
+            while self._take(session, taken):
+                self._send(session, receiver, taken[0], leading=leading)
+                sent.append(taken.popleft())
+                while len(sent) > MOST_AHEAD or _length([*sent][:-1]) >= UNCONFIRMED_BYTES:
+                    self._confirm(receiver, sent, leading=leading)
+            while sent:
+                self._confirm(receiver, sent, leading=leading)
         except SinkClosedError:
+            while sent:
+                self._confirm(receiver, sent, leading=leading)
             raise receiver.failure() from None
-        self.journal.sent(span, sha256)
-        stored = receiver.stored()
-        if stored != sha256:
-            self.journal.lost(span)
-            raise TransferError(
-                f"{self.path}: {span.length} bytes at {span.offset} were sent with sha256 {sha256[:16]}… and stored "
-                f"with {stored[:16]}…: they were changed on the way; relay it again"
-            )
-        self.journal.stored(span)
-        self._stored_ranges += 1
+        except DFlashError:
+            # what went out before the source failed need not go again
+            with suppress(DFlashError):
+                while sent and not self._stopping.is_set():
+                    self._confirm(receiver, sent, leading=leading)
+            raise
+        finally:
+            self._give_back([*sent, *taken])
 
-    def _next(self) -> Span | None:
+    def _take(self, session: Reader, taken: "deque[Span]") -> bool:
+        """Fill ``taken`` with what is to be sent next; False when there is nothing."""
+        new: list[Span] = []
         with self._lock:
             self._raise_failure()
-            if not self._waiting:
-                return None
-            self._in_hands += 1
-            return self._waiting.popleft()
+            while self._waiting and self._has_room(taken):
+                taken.append(self._waiting.popleft())
+                new.append(taken[-1])
+                self._in_hands += 1
+        session.ahead(wanted for span in new for wanted in self.content.requests(span.offset, span.length))
+        return bool(taken)
 
-    def _give_back(self, span: Span) -> None:
+    def _has_room(self, taken: "deque[Span]") -> bool:
+        if not taken:
+            return True
+        behind = _length([*taken][1:])
+        # no more than its share of what is left, or the others would have nothing to do
+        fair = len(taken) * self.streams <= len(self._waiting)
+        return fair and behind < AHEAD_BYTES and len(taken) <= MOST_AHEAD
+
+    def _send(self, session: Reader, receiver: Receiver, span: Span, *, leading: bool) -> None:
+        others: list[tuple[int, int]] = []
+        if leading:
+            with self._lock:
+                others, self._by_others = self._by_others, []
+        receiver.begin(span.offset, span.length, others)
+        sha256 = self.content.send(session, span.offset, span.length, receiver.sink, self._on_moved)
+        self.journal.sent(span, sha256)
+
+    def _confirm(self, receiver: Receiver, sent: "deque[Span]", *, leading: bool) -> None:
+        """Wait for the word that the range which was sent first is on the disk."""
+        span = sent.popleft()
+        try:
+            stored = receiver.stored()
+            if stored != span.sha256:
+                sent_as = f"{str(span.sha256)[:16]}…"
+                self.journal.lost(span)
+                raise TransferError(
+                    f"{self.path}: {span.length} bytes at {span.offset} were sent with sha256 {sent_as} and stored "
+                    f"with {stored[:16]}…: they were changed on the way; relay it again"
+                )
+            self.journal.stored(span)
+        finally:
+            # what is not there, another stream may take
+            self._give_back([span])
+        self._stored_ranges += 1
+        if not leading:
+            with self._lock:
+                self._by_others.append((span.offset, span.length))
+
+    def _give_back(self, spans: Sequence[Span]) -> None:
         with self._lock:
-            if not span.stored:
-                self._waiting.appendleft(span)
+            self._in_hands -= len(spans)
+            self._waiting.extendleft(span for span in reversed(spans) if not span.stored)
 
     def _on_moved(self, count: int) -> None:
         if self._stopping.is_set():
@@ -337,6 +390,10 @@ class Transfer:
             end.abort()
         for thread in self._helpers:
             thread.join(10.0)
+
+
+def _length(spans: Sequence[Span]) -> int:
+    return sum(span.length for span in spans)
 
 
 def is_lost_link(error: DFlashError) -> bool:

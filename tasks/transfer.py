@@ -19,6 +19,7 @@ from tasks.process import Popen, TimeoutExpired
 PIPE_BYTES = 1 << 20
 CLOSING_SECONDS = 10.0
 LONGEST_REPLY = 1 << 16
+MOST_REPLIES = 64
 RECEIVER_MODULES = ("disk", "whole", "fetching")
 START_RECEIVER = """
 import sys, types
@@ -161,9 +162,13 @@ class Receiver:
         """Take part in a transfer that another session has open."""
         self._ask(verb="join", path=path, size=size, transfer=transfer)
 
-    def begin(self, offset: int, length: int) -> None:
-        """Announce ``length`` bytes for ``offset``, which go into :attr:`sink` at once."""
-        self._send(verb="write", offset=offset, length=length)
+    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int]] = ()) -> None:
+        """Announce ``length`` bytes for ``offset``, which go into :attr:`sink` at once.
+
+        ``others`` are ranges that other sessions have stored since this one's last was announced.
+        """
+        told = {"others": others} if others else {}
+        self._send(verb="write", offset=offset, length=length, **told)
 
     def stored(self) -> str:
         """Wait until the range is on the destination's disk and return the sha256 of what was written there."""
@@ -213,7 +218,9 @@ class Receiver:
     def failure(self) -> DFlashError:
         """Why the receiver stopped reading: its last reply, else what its exit code means."""
         try:
-            self._reply()
+            for _ in range(MOST_REPLIES):
+                # what it still had to say of ranges before
+                self._reply()
         except DFlashError as error:
             return error
         return self._explained(self._exit_code())

@@ -171,7 +171,7 @@ def test_range_of_a_stream_that_is_lost_goes_over_another(way: Way) -> None:
             killed.append(ssh_children(os.getpid(), way.host("infer"))[-1])
             os.kill(killed[0], signal.SIGKILL)
 
-    way.relay(kill_the_second, settings=parts(SIZE, 6, streams=2, bandwidth=SIZE // 3))
+    way.relay(kill_the_second, settings=parts(SIZE, 6, streams=2, bandwidth=SIZE // 6))
     assert way.whole()
     assert len(killed) == 1
 

@@ -25,7 +25,7 @@ CONFIG = {"architectures": ["DFlashDraftModel"]}
 
 @pytest.fixture(autouse=True)
 def settled_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tasks.relay.SETTLING_SECONDS", 0.0)
+    monkeypatch.setattr("tasks.relayable.SETTLING_SECONDS", 0.0)
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_file_of_a_step_that_is_not_what_its_manifest_says_gets_no_name(tmp_path
 def test_checkpoint_that_is_still_written_is_not_relayed(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tasks.relay.time.sleep", lambda seconds: os.utime(checkpoint, (0, 0)))
+    monkeypatch.setattr("tasks.relayable.time.sleep", lambda seconds: os.utime(checkpoint, (0, 0)))
     with pytest.raises(ChangedError, match="between two looks: it is still being written"):
         relay_here(checkpoint, tmp_path / "there")
     assert not (tmp_path / "there").exists()
