@@ -175,6 +175,7 @@ def test_a_job_whose_process_was_killed_is_adopted_and_not_started_again(bench: 
     assert bench.states() == [(1, "evaluated")]
 
 
+@pytest.mark.slow
 def test_a_link_that_breaks_in_the_middle_is_taken_up_again(bench: Bench, site: Site) -> None:
     seen: list[str] = []
 
@@ -243,14 +244,6 @@ def test_why_an_evaluation_failed_is_the_state_that_the_host_named(bench: Bench)
     (attempt,) = bench.ledger.attempts()
     assert attempt.state == "failed"
     assert "fla was asked for" in attempt.message
-
-
-@pytest.mark.parametrize("state", sorted(evaluation_jobs.SAID_BY_HOSTS))
-def test_every_state_that_a_host_may_name_is_one_of_the_evaluation_there(state: str) -> None:
-    from dflash import failure, gpu_share, kernels, latency
-
-    named = {gpu_share.GpuBusyError, gpu_share.GpuMemoryError, kernels.KernelError, latency.ServedModelSlowError}
-    assert state in {error.state_name for error in named} | {failure.DISK_FULL}
 
 
 def test_a_state_that_is_none_of_an_evaluation_is_not_taken_over(bench: Bench) -> None:
