@@ -63,13 +63,15 @@ def _hosts(hosts: list[HostRow], now: float) -> Table:
     return table
 
 
-def _watches(watches: list[Watch], now: float) -> Table:
-    table = _plain()
+def _watches(watches: list[Watch], now: float) -> RenderableType:
+    rows: list[Text] = []
     for watch in watches:
-        style = "green" if watch.state == "watching" else "red"
-        looked = f"looked {_ago(watch.looked, now)} ago" if watch.looked else "not looked yet"
-        table.add_row(Text(_end(watch.source)), Text(watch.state, style), Text(said(watch.message) or looked))
-    return table
+        style = "green" if watch.state == "watching" else "bold red"
+        looked = f"looked {_ago(watch.looked, now)} ago" if watch.looked else "has not looked yet"
+        rows.append(Text.assemble((watch.state, style), f"  {escape(watch.source)}  {looked}"))
+        if watch.message:
+            rows.append(Text(f"  {said(watch.message)}"))
+    return Group(*rows)
 
 
 def _queue(queue: Queue, now: float) -> RenderableType:
