@@ -143,13 +143,14 @@ def server(url):
 
 def environment(path, kernel):
     """What is installed in the venv at ``path``; with ``kernel`` also whether fla's kernels load there."""
-    if not os.path.exists(f"{path}/bin/python"):
+    python = f"{os.path.realpath(path)}/bin/python"
+    if not os.path.exists(python):
         return None
-    listed = told([f"{path}/bin/python", "-I", "-c", PACKAGES], 30)
+    listed = told([python, "-I", "-c", PACKAGES], 30)
     packages = json.loads(listed) if listed else {}
     loads = None
     if kernel and "flash-linear-attention" in packages:
-        loads = told([f"{path}/bin/python", "-I", "-c", KERNEL], 120) is not None
+        loads = told([python, "-I", "-c", KERNEL], 120) is not None
     return {"path": os.path.realpath(path), "packages": packages, "kernel": loads}
 
 
