@@ -151,6 +151,7 @@ def wish(
         raise TargetError(f"{host.name} runs {escape(facts.platform.system)}; environments are made for Linux")
     chosen = _choose_python(facts.pythons or (), host, python)
     target = Target(version=chosen.version, machine=facts.platform.machine, libc=facts.platform.libc)
+    target.platforms()  # of a libc that no wheel is made for nothing else matters
     gpu = _gpu(facts, profile, host)
     extras = PROFILES[profile].extras
     reached = index if index and facts.index is not None and facts.index.reachable else ""

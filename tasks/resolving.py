@@ -146,8 +146,9 @@ def resolve(
     narrowed: list[str] = []
     for _ in range(MOST_ROUNDS):
         closure = _Closure(target, narrowed, ask, guess)
-        closure.add(Candidate(name=NAME, version="0", file_name="", sha256="", requires=tuple(requirements)))
-        closure.close([Requirement(f"{NAME}[{','.join(extras)}]"), Requirement(TOOL)])
+        own = Candidate(name=NAME, version="0", file_name="", sha256="", requires=(*requirements, TOOL))
+        closure.add(own)
+        closure.close([Requirement(f"{NAME}[{','.join(extras)}]")])
         unmet = closure.unmet()
         if not unmet:
             packages = {name: one for name, one in closure.chosen.items() if name not in (NAME, TOOL)}

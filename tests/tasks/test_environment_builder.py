@@ -147,11 +147,16 @@ def test_nothing_is_what_is_seen_where_nothing_is(bench: Bench) -> None:
 STEPS = ("unpack", "venv", "install", "verify", "mark", "switch", "prune")
 
 
-def test_killed_at_any_step_it_leaves_what_was_current_and_the_next_one_mends_the_rest(bench: Bench) -> None:
+@pytest.mark.parametrize(
+    "steps", [("install", "switch"), pytest.param(STEPS, marks=pytest.mark.slow)], ids=["some", "all"]
+)
+def test_killed_at_any_step_it_leaves_what_was_current_and_the_next_one_mends_the_rest(
+    bench: Bench, steps: tuple[str, ...]
+) -> None:
     before = ["older", "old"]
     for name in before:
         bench.build(bench.spec(name))
-    for step in STEPS:
+    for step in steps:
         spec = bench.spec(f"with-{step}")
         killed = bench.start(spec, killed_at=step)
         killed.communicate(timeout=60)
