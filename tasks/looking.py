@@ -10,7 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, Self
 
@@ -134,18 +134,21 @@ def look(connector: Connector, source: Location, approval: Approval | None, memo
     """Look into the folder ``source`` at the time ``now``, and bring ``memory`` up to it.
 
     ``approval`` is of a read grant over the folder, None for a host that is not protected. Raises
-    :class:`NoSuchFolderError`, ``Refused``, and what the connection raises; ``memory`` then holds for what was seen.
+    :class:`NoSuchFolderError`, ``Refused``, and what the connection raises; ``memory`` then stays as it was.
     """
-    before, kept = memory.whole(), (memory.entries.copy(), memory.plain)
+    before = memory.whole()
+    # a look that breaks in the middle must not have seen anything: it could tell nobody
+    new = replace(memory, entries=dict(memory.entries))
     with Pool(partial(open_reader, connector, source, approval)) as sessions:
         with sessions.take() as reader:
-            walk = _Walk(reader, memory)
+            walk = _Walk(reader, new)
             found = walk.below(source)
         names = {one.name for one in found}
-        memory.entries = {name: known for name, known in memory.entries.items() if name in names}
-        memory.plain = walk.plain
-        left = _examine(sessions, source, found, memory, now)
-    memory.changed = memory.changed or (memory.entries, memory.plain) != kept
+        new.entries = {name: known for name, known in new.entries.items() if name in names}
+        new.plain = walk.plain
+        left = _examine(sessions, source, found, new, now)
+    memory.changed = memory.changed or (memory.entries, memory.plain) != (new.entries, new.plain)
+    memory.entries, memory.plain, memory.rechecked = new.entries, new.plain, new.rechecked
     whole = memory.whole()
     vanished = set(before.values()) - set(whole.values())
     # of two copies of which one has gone the other is named again, for it may be the one that nobody knew

@@ -17,6 +17,7 @@ from tasks.ends import LocalReader
 from tasks.gate import ByteStream
 from tasks.inventory import Location
 from tasks.looking import Look, Memory, NoSuchFolderError, TooManyFoldersError, look, step_of
+from tasks.ssh import ConnectionFailed
 from tests.tasks import checkpoints
 from tests.tasks.checkpoints import written
 
@@ -299,6 +300,27 @@ def test_a_folder_that_is_not_there_is_named(folder: Folder) -> None:
     found = folder.look()
     # nothing was taken for deleted
     assert (found.appeared, found.vanished, found.whole) == ((), (), 1)
+
+
+def test_a_look_that_breaks_in_the_middle_has_seen_nothing(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = checkpoints.step(folder.path, 1)
+    (before,) = folder.look().appeared
+    shutil.rmtree(gone)
+    for number in (2, 3):
+        checkpoints.step(folder.path, number)
+    original, opened = looking.select, []
+
+    def breaking(*arguments: Any) -> Any:
+        opened.append(arguments)
+        if len(opened) == 2:
+            raise ConnectionFailed("the link went down")
+        return original(*arguments)
+
+    monkeypatch.setattr(looking, "select", breaking)
+    with pytest.raises(ConnectionFailed):
+        folder.look()
+    found = folder.look()
+    assert (names(found), found.vanished) == (["step_2", "step_3"], (before.identity,))
 
 
 def test_too_many_folders_are_said_not_crawled(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
