@@ -11,10 +11,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dflash.checkpoint_layout import ChangedError, DamagedError
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, UsageError
 from dflash.manifest import seal
+from tasks.contents import SelectedFile, SourceError, unit_of
+from tasks.ends import open_reader
 from tasks.inventory import Location
 from tasks.relay import RelayResult, Settings, estimate, plan_relay, relay
+from tasks.relayable import look
 from tasks.selection import What
 from tasks.transfer import SourceChangedError
 from tests.sshds import Operator
@@ -202,6 +205,106 @@ def test_plan_tells_what_would_move(checkpoint: Path) -> None:
     assert found.streams == 1
 
 
+def test_ranges_that_an_earlier_relay_cut_otherwise_are_taken_up(checkpoint: Path, tmp_path: Path) -> None:
+    """As when the store, whose chunks are small, was the way at first."""
+    whole = relay_here(checkpoint, tmp_path / "once")
+
+    def break_off(done: int, total: int) -> None:
+        if done > total * 0.7:
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tasks.streams.PROGRESS_SECONDS", 0.0)
+        with pytest.raises(KeyboardInterrupt):
+            relay_here(checkpoint, tmp_path / "there", range_bytes=3000, progress=break_off)
+    rest = relay_here(checkpoint, tmp_path / "there", range_bytes=100_000)
+    assert 0 < rest.moved < 0.6 * rest.bytes
+    assert rest.sha256 == whole.sha256
+
+
+def test_range_that_cuts_a_record_is_none_of_this_selection(checkpoint: Path) -> None:
+    connector: Any = None
+    with open_reader(connector, here(checkpoint), None) as reader:
+        place, selection = look(reader, here(checkpoint), what="drafter", dtype=None, output="safetensors")
+        content = SelectedFile(here(checkpoint), place, selection.outputs[0], selection, 3000)
+    spans = content.spans
+    assert content.fits(spans)
+    assert content.fits([(0, spans[0][1] + spans[1][1]), *spans[2:]])
+    assert not content.fits([(0, spans[0][1] + 7), *spans[1:]])
+    for offset, length in spans:
+        unit = unit_of(content.output, offset, length)
+        assert (unit.ranges(), unit.literal) == (content.units[offset].ranges(), content.units[offset].literal)
+
+
+@pytest.mark.parametrize("what", ["all", "drafter"])
+def test_source_is_not_replaced_by_what_is_made_of_it(checkpoint: Path, tmp_path: Path, what: What) -> None:
+    """Also under another name of its folder; with holes in it, the checkpoint would be lost."""
+    before = checkpoint.read_bytes()
+    (tmp_path / "link").symlink_to(checkpoint.parent)
+    place = tmp_path / "link" / checkpoint.name if what == "all" else tmp_path / "link"
+    with pytest.raises(UsageError, match="is a file of the source itself, which would be replaced"):
+        relay_here(checkpoint, place, what, output="safetensors" if what == "all" else "pt")
+    assert checkpoint.read_bytes() == before
+    assert sorted(os.listdir(checkpoint.parent)) == ["config.json", checkpoint.name]
+
+
+def test_what_says_two_things_is_refused(checkpoint: Path, tmp_path: Path) -> None:
+    for settings, message in (
+        ({"dtype": "bfloat16"}, "all of it moves as it is, so --dtype has no say"),
+        ({"output": "pt"}, "all of it moves as it is, so --output has no say"),
+        ({"what": "model", "dtype": "bfloat16", "output": "pt"}, "cannot be changed on the way"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Settings(**settings)  # type: ignore[arg-type]
+    connector: Any = None
+    with pytest.raises(UsageError, match="is named twice"):
+        relay(connector, None, here(checkpoint), here(tmp_path / "a"), also=[here(tmp_path / "a")])
+
+
+@pytest.mark.parametrize("name", ["step_7.pt", "model.safetensors"])
+def test_checkpoint_that_is_cut_short_is_not_relayed_whole_either(checkpoint: Path, tmp_path: Path, name: str) -> None:
+    cut = tmp_path / name
+    save_file(weights(), tmp_path / "whole.safetensors")
+    whole = checkpoint if name.endswith(".pt") else tmp_path / "whole.safetensors"
+    cut.write_bytes(whole.read_bytes()[:-1000])
+    with pytest.raises(DamagedError, match="cut"):
+        relay_here(cut, tmp_path / "there", "all")
+    assert not (tmp_path / "there").exists()
+
+
+def test_checkpoint_in_one_file_that_is_still_written_is_not_relayed(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tasks.relayable.time.sleep", lambda seconds: os.utime(checkpoint, (0, 0)))
+    with pytest.raises(ChangedError, match="between two looks: it is still being written"):
+        relay_here(checkpoint, tmp_path / "there", "all")
+    assert not (tmp_path / "there").exists()
+
+
+def test_what_relays_left_beside_a_checkpoint_is_not_of_it(tmp_path: Path) -> None:
+    made = step(tmp_path)
+    relay_here(made, tmp_path / "one", "all")
+    (tmp_path / "one" / f".training_state.pt.part-{'0' * 16}").write_bytes(b"of a broken relay")
+    relay_here(tmp_path / "one", tmp_path / "two", "all")
+    own = {path.name for path in made.iterdir()}
+    assert {path.name for path in (tmp_path / "two").iterdir()} == own | {f"{name}.relay.json" for name in own}
+    assert relay_here(tmp_path / "one", tmp_path / "two", "all").moved == 0
+
+
+def test_links_to_files_are_followed_and_others_are_named(tmp_path: Path) -> None:
+    """As a cache of downloads holds its files."""
+    made, blobs = step(tmp_path), tmp_path / "blobs"
+    blobs.mkdir()
+    os.rename(made / "drafter.safetensors", blobs / "1234")
+    (made / "drafter.safetensors").symlink_to("../blobs/1234")
+    relay_here(made, tmp_path / "there", "all")
+    assert (tmp_path / "there" / "drafter.safetensors").read_bytes() == (blobs / "1234").read_bytes()
+    (made / "elsewhere").symlink_to(blobs)
+    with pytest.raises(SourceError, match="holds elsewhere, which is no file"):
+        relay_here(made, tmp_path / "there", "all")
+    relay_here(made, tmp_path / "drafter", "drafter")
+
+
 def relay_to_both(checkpoint: Path, tmp_path: Path, **options: Any) -> RelayResult:
     connector: Any = None
     first, second = here(tmp_path / "first"), here(tmp_path / "second")
@@ -225,6 +328,22 @@ def test_destination_that_has_it_already_is_left_out(checkpoint: Path, tmp_path:
     assert (tmp_path / "first" / "model.safetensors").stat().st_ino == before
     assert_equal(load_file(tmp_path / "second" / "model.safetensors"), weights(prefix=""))
     assert relay_to_both(checkpoint, tmp_path).moved == 0
+
+
+def test_stream_that_joins_leaves_out_who_has_it_already(checkpoint: Path, tmp_path: Path) -> None:
+    connector: Any = None
+    relay_here(checkpoint, tmp_path / "first.pt", "all")
+    settings = Settings(streams=3, range_bytes=200_000, bandwidth=3_000_000)
+    ends = here(tmp_path / "first.pt"), here(tmp_path / "second.pt")
+    relay(connector, None, here(checkpoint), ends[0], settings, also=[ends[1]])
+    assert (tmp_path / "second.pt").read_bytes() == checkpoint.read_bytes()
+
+
+def test_destination_with_a_slash_at_its_end_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
+    connector: Any = None
+    first, second = Location(None, f"{tmp_path}/first/"), here(tmp_path / "second")
+    relay(connector, None, here(checkpoint), first, Settings(what="drafter"), also=[second])
+    assert sorted(os.listdir(tmp_path / "second")) == sorted(os.listdir(tmp_path / "first"))
 
 
 def test_destination_that_cannot_take_it_stops_all_and_the_rest_goes_on_later(checkpoint: Path, tmp_path: Path) -> None:
