@@ -29,7 +29,7 @@ from flows.prefect_home import forget_agent
 from flows.terminal import shown_progress
 from tasks import evaluating, evaluation
 from tasks.approvals import Approved
-from tasks.channel import RequestFailed
+from tasks.channel import GateError, RequestFailed
 from tasks.ends import is_missing
 from tasks.errors import Refused
 from tasks.evaluating import Case
@@ -40,6 +40,7 @@ from tasks.ledger import Ledger
 from tasks.relay import RelayResult, relay
 from tasks.ssh import ConnectionFailed, Connector
 from tasks.state import state_dir
+from tasks.transfer import TransferError
 from tasks.watch import CheckpointGoneError
 
 if TYPE_CHECKING:
@@ -95,10 +96,12 @@ def evaluate_checkpoint(
         return run.evaluate()
     except Refused as refusal:
         return awaiting_approval(connector.store, plan, refusal)  # type: ignore[no-any-return]  # Prefect resolves it
-    except ConnectionFailed:
-        if workers.is_shared(on) and is_away(connector, host):
+    except (ConnectionFailed, TransferError, GateError) as error:
+        if not is_away(connector, host):
+            raise
+        if workers.is_shared(on):
             run.hand_on()
-        raise
+        raise ConnectionFailed(f"{host.name} went away: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -244,11 +244,10 @@ def test_every_state_that_a_host_may_name_is_one_of_its_failures() -> None:
 
 
 def test_a_full_disk_has_one_name_whatever_did_not_fit(tmp_path: Path) -> None:
+    full = DFlashError("the cache could not be written")
+    full.__context__ = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
     with pytest.raises(DFlashError), told(tmp_path / "failure.json"):
-        try:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            raise DFlashError("the cache could not be written") from None
+        raise full
     assert parse_failure((tmp_path / "failure.json").read_bytes()) == Failure(
         state=DISK_FULL, message="the cache could not be written"
     )
