@@ -7,6 +7,7 @@ from flows.cli_evaluate import evaluate
 from flows.cli_jobs import jobs_app, launch
 from flows.cli_nightly import compare_nightly
 from flows.cli_provision import provision
+from flows.cli_promote import promote
 from flows.cli_relay import relay
 from flows.cli_status import status
 from flows.demo import demo
@@ -26,6 +27,7 @@ app.command()(relay)
 app.command()(evaluate)
 app.command()(provision)
 app.command("compare-nightly")(compare_nightly)
+app.command()(promote)
 app.command()(launch)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cli_guard.app, name="guard")
