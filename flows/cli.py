@@ -2,12 +2,12 @@
 
 import typer
 
-from flows import cli_audit, cli_guard, cli_hosts, cli_lab
+from flows import cli_audit, cli_guard, cli_hosts, cli_lab, cli_notify
 from flows.cli_evaluate import evaluate
 from flows.cli_jobs import jobs_app, launch
 from flows.cli_nightly import compare_nightly
-from flows.cli_provision import provision
 from flows.cli_promote import promote
+from flows.cli_provision import provision
 from flows.cli_relay import relay
 from flows.cli_status import status
 from flows.demo import demo
@@ -28,6 +28,7 @@ app.command()(evaluate)
 app.command()(provision)
 app.command("compare-nightly")(compare_nightly)
 app.command()(promote)
+app.add_typer(cli_notify.app, name="notify")
 app.command()(launch)
 app.add_typer(jobs_app, name="jobs")
 app.add_typer(cli_guard.app, name="guard")

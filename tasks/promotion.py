@@ -136,15 +136,15 @@ def export(
         status, out, last = _run(connector, host, export_argv(place, report, directory), EXPORT_SECONDS)
         if status:
             raise PromotionError(
-                f"{host.name} could not export {escape(report.checkpoint.path)}: {last}. When it is gone from the cache, "
-                "evaluate the checkpoint again; when the disk is full, free space beside the reference drafter"
+                f"{host.name} could not export {escape(report.checkpoint.path)}: {last}. When it is gone from the "
+                "cache, evaluate the checkpoint again; when the disk is full, free space beside the reference drafter"
             )
         exported = _read(Exported, out, host, "dflash export")
         if exported.source_sha256 != report.checkpoint.sha256:
             raise PromotionError(
                 f"{escape(report.checkpoint.path)} on {host.name} is not what was measured: sha256 "
-                f"{said(exported.source_sha256)}, and the report says {report.checkpoint.sha256}; evaluate it again, and "
-                f"remove {directory}"
+                f"{said(exported.source_sha256)}, and the report says {report.checkpoint.sha256}; evaluate it "
+                f"again, and remove {directory}"
             )
         weights = next((file.sha256 for file in exported.files if file.name == WEIGHTS), "")
     inspected = _inspected(connector, host, directory)

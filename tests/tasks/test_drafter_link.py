@@ -1,0 +1,111 @@
+"""The link that the server loads its drafter by: it names one whole directory at every moment, and nothing is lost."""
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+PROGRAM = Path(__file__).parents[2] / "deploy" / "promotion" / "drafter_link.py"
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> Path:
+    for name in ("reference", "a", "b", "c"):
+        (tmp_path / name).mkdir()
+    return tmp_path
+
+
+def ask(models: Path, verb: str, *rest: str, link: str = "served") -> dict[str, Any]:
+    argv = [sys.executable, "-I", str(PROGRAM), verb, str(models / link), *rest]
+    done = subprocess.run(argv, capture_output=True, text=True, check=True)
+    (line,) = done.stdout.splitlines()
+    return dict(json.loads(line))
+
+
+def switch(models: Path, name: str, expected: str = "") -> dict[str, Any]:
+    return ask(models, "switch", str(models / name), expected)
+
+
+def test_a_switch_keeps_what_was_served_before(models: Path) -> None:
+    assert ask(models, "show") == {"current": None, "previous": None}
+    assert switch(models, "a") == {"current": "a", "previous": None}
+    assert switch(models, "b", "a") == {"current": "b", "previous": "a"}
+    assert (models / "served").resolve() == models / "b"
+    assert sorted(one.name for one in models.iterdir()) == ["a", "b", "c", "reference", "served", "served.previous"]
+
+
+def test_the_same_switch_again_changes_nothing(models: Path) -> None:
+    switch(models, "a")
+    switch(models, "b", "a")
+    assert switch(models, "b", "a") == {"current": "b", "previous": "a"}
+
+
+def test_a_rollback_goes_back_and_forth(models: Path) -> None:
+    switch(models, "a")
+    switch(models, "b", "a")
+    assert ask(models, "rollback", "b") == {"current": "a", "previous": "b"}
+    assert ask(models, "rollback", "a") == {"current": "b", "previous": "a"}
+
+
+def test_what_somebody_else_changed_meanwhile_is_not_changed_again(models: Path) -> None:
+    switch(models, "a")
+    assert "somebody else" in switch(models, "c", "b")["refused"]
+    assert "somebody else" in switch(models, "c")["refused"]
+    switch(models, "b", "a")
+    assert "somebody else" in ask(models, "rollback", "a")["refused"]
+    assert ask(models, "show") == {"current": "b", "previous": "a"}
+
+
+def test_a_link_that_is_none_is_left_alone(models: Path) -> None:
+    (models / "served").mkdir()
+    (models / "served" / "weights").touch()
+    assert "is no link" in switch(models, "a")["refused"]
+    assert (models / "served" / "weights").exists()
+
+
+@pytest.mark.parametrize(
+    ("directory", "why"), [("missing", "is no directory"), ("../elsewhere", "does not lie beside")]
+)
+def test_only_a_directory_beside_it_is_named(models: Path, directory: str, why: str) -> None:
+    (models.parent / "elsewhere").mkdir(exist_ok=True)
+    target = os.path.normpath(models / directory)
+    assert why in ask(models, "switch", target, "")["refused"]
+    assert not (models / "served").is_symlink()
+
+
+def test_there_is_no_going_back_to_nothing_or_to_what_is_gone(models: Path) -> None:
+    assert "named nothing before" in ask(models, "rollback", "")["refused"]
+    switch(models, "a")
+    assert "named nothing before" in ask(models, "rollback", "a")["refused"]
+    switch(models, "b", "a")
+    (models / "a").rmdir()
+    assert "not there any more" in ask(models, "rollback", "b")["refused"]
+    assert ask(models, "show") == {"current": "b", "previous": "a"}
+
+
+def test_a_folder_that_is_not_there_is_said(tmp_path: Path) -> None:
+    assert "No such file or directory" in ask(tmp_path / "none", "show")["refused"]
+
+
+def test_the_link_names_a_directory_at_every_moment(models: Path) -> None:
+    switch(models, "a")
+    seen, over = [], threading.Event()
+
+    def look() -> None:
+        while not over.is_set():
+            seen.append(os.path.isdir(models / "served"))
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    names = ["b", "c", "a"] * 3
+    for before, name in zip(["a", *names], names, strict=False):
+        switch(models, name, before)
+    over.set()
+    looking.join()
+    assert seen
+    assert all(seen)
