@@ -1,5 +1,5 @@
 """What only a GPU can show, in one run of a few minutes: fla's kernels, CUDA decoding, flex attention's backward, a
-training step of the real size, streaming into little memory.
+training step of the real size, streaming into little memory, turns on a GPU that others use too.
 
     python benchmarks/gpu_check.py [--device cuda] [--output gpu_check.json]
 
@@ -31,10 +31,12 @@ from dflash.config import DrafterConfig  # noqa: E402
 from dflash.decode import decode  # noqa: E402
 from dflash.drafter import Drafter  # noqa: E402
 from dflash.evaluate import measure  # noqa: E402
+from dflash.gpu_share import GpuBusyError, GpuMemoryError, Share, shared  # noqa: E402
 from dflash.hidden_states import LoadedTaps  # noqa: E402
 from dflash.kernels import select_kernel  # noqa: E402
 from dflash.lossless import lossless, read_again  # noqa: E402
 from dflash.masks import block_mask_mod, dense_mask, layer_rules  # noqa: E402
+from dflash.memory import free_bytes  # noqa: E402
 from dflash.metrics import DDTREE_NODES, SEED, tau_pooled  # noqa: E402
 from dflash.offload import StreamedTaps  # noqa: E402
 from dflash.progress import Phases  # noqa: E402
@@ -110,6 +112,7 @@ def main() -> None:
     if device.type == "cuda":
         answers.ask("streaming, peak MiB over largest layer + activations", lambda: streaming(device))
         answers.ask("head of 248320 rows, 2000 tokens: MiB above the weights", lambda: head(device))
+    answers.ask("a turn on the device, and its limits", lambda: sharing(device))
     if options.output:
         options.output.write_text(json.dumps(answers.found, indent=1, default=str) + "\n", encoding="utf-8")
 
@@ -407,6 +410,33 @@ def head(device: torch.device) -> float:
     before = torch.cuda.memory_allocated(device)
     best_tokens(vocabulary, hidden, wanted, keep=512)
     return round((torch.cuda.max_memory_allocated(device) - before) / MIB, 1)
+
+
+def sharing(device: torch.device) -> dict[str, Any]:
+    """A turn on the device: its lock, what torch may take, who else gets one, and what happens above the limit."""
+    reserve = 1.0
+    with tempfile.TemporaryDirectory() as folder:
+        share = Share(reserve_gib=reserve, locks=Path(folder), patience=0.0)
+        before = free_bytes(device)
+        with shared(share, device, any_gpu=True, say=print) as chosen:
+            found: dict[str, Any] = {"locks": sorted(path.name for path in Path(folder).iterdir())}
+            found["free before, under the limit in MiB"] = [round(before / MIB), round(free_bytes(chosen) / MIB)]
+            try:
+                with shared(share, chosen, any_gpu=False, say=print):
+                    found["a second turn at once"] = "given, which is wrong"
+            except GpuBusyError as error:
+                found["a second turn at once"] = error.state_name
+        if device.type != "cuda":
+            return found
+        try:
+            with shared(share, device, any_gpu=False, say=print):
+                left, _ = torch.cuda.mem_get_info(device)
+                torch.empty(left - round(reserve / 2 * (1 << 30)), dtype=torch.uint8, device=device)
+            found["more than the limit"] = "allocated, which is wrong"
+        except GpuMemoryError as error:
+            found["more than the limit"] = error.state_name
+        torch.cuda.set_per_process_memory_fraction(1.0, device)
+        return found
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ def inference_host(inventory: Inventory, name: str | None, environment: Mapping[
     if name is None:
         names = ", ".join(host.name for host in known) or "none"
         raise UsageError(
-            f"hosts.yaml has {len(known)} inference hosts ({names}): name one with --on, or have them share with --queue"
+            f"hosts.yaml has {len(known)} inference hosts ({names}): name one with --on, or give --queue"
         )
     host = inventory.host(name)
     if host not in known:
