@@ -5,11 +5,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
-from dflash.errors import UsageError
 from flows.prefect_home import configure_prefect
-from tasks.actions import escape
+from tasks.night_time import DEFAULT_CRON, DEFAULT_ZONE, NightTime
 
 if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
@@ -33,8 +31,21 @@ FLOWS = (
 class Nightly:
     """When the nightly comparison runs; the zone's changes of the clock are Prefect's to know."""
 
-    cron: str = "30 2 * * *"
-    timezone: str = "UTC"
+    cron: str = DEFAULT_CRON
+    timezone: str = DEFAULT_ZONE
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Of its deployment. Raises ``UsageError`` for a schedule whose nights have no date."""
+        from prefect.schedules import Cron
+
+        NightTime.of_cron(self.cron, self.timezone)
+        # one at a time: what was missed collapses in the flow, which is told by what schedule it runs
+        return {
+            "schedules": [Cron(self.cron, timezone=self.timezone)],
+            "parameters": {"cron": self.cron, "timezone": self.timezone},
+            "concurrency_limit": 1,
+        }
 
 
 def deployments(
@@ -45,7 +56,9 @@ def deployments(
     Without ``nightly`` the comparison has no schedule. ``more`` are options of single flows' deployments by the
     names in :data:`FLOWS`, as ``Flow.to_deployment`` takes them.
     """
-    return [deployment(name, hosts, **_schedule(name, nightly), **(more or {}).get(name, {})) for name in FLOWS]
+    configure_prefect()
+    options = {"nightly_comparison": {} if nightly is None else nightly.options} | dict(more or {})
+    return [deployment(name, hosts, **options.get(name, {})) for name in FLOWS]
 
 
 def deployment(name: str, hosts: Path | None, **options: Any) -> "RunnerDeployment":
@@ -63,21 +76,3 @@ def flow(name: str) -> "Flow[..., Any]":
     """The flow ``name``, one of :data:`FLOWS`."""
     found: Flow[..., Any] = getattr(importlib.import_module(f"flows.{name}"), name)
     return found
-
-
-def _schedule(name: str, nightly: Nightly | None) -> dict[str, Any]:
-    if name != "nightly_comparison" or nightly is None:
-        return {}
-    from prefect.schedules import Cron
-
-    try:
-        ZoneInfo(nightly.timezone)
-        schedule = Cron(nightly.cron, timezone=nightly.timezone)
-    except (ValueError, ZoneInfoNotFoundError) as error:
-        raise UsageError(
-            f"no schedule can be made of '{escape(nightly.cron)}' in the timezone '{escape(nightly.timezone)}': write "
-            "them as in '30 2 * * *' and Europe/Berlin"
-        ) from error
-    # a night at a time: what was missed collapses in the flow, keyed by its date
-    parameters = {"cron": nightly.cron, "timezone": nightly.timezone}
-    return {"schedules": [schedule], "concurrency_limit": 1, "parameters": parameters}
