@@ -39,6 +39,8 @@ class Stage:
     look: float = 1.0
     """Seconds between two looks."""
     served: list[process.Popen[bytes]] = field(default_factory=list)
+    port: int = field(default_factory=free_port)
+    """Of every server here, as in life: what outlives one finds the next."""
 
     @classmethod
     def build(cls, site: Site, folder: Path, *, evaluation_seconds: float = 0.0, look: float = 1.0) -> "Stage":
@@ -116,7 +118,6 @@ class Stage:
 
     def serve(self, *options: str, **environment: str) -> process.Popen[bytes]:
         """Start serving and return when it does; its output is in ``serve.log``."""
-        self.port = free_port()
         argv = [sys.executable, "-m", "tests.flows.quick_serve", str(self.look), "serve", "--port", str(self.port)]
         argv += ["--prompts", str(self.prompts), "--max-new-tokens", "4", *options]
         with self.log_file.open("ab") as log:
