@@ -3,18 +3,20 @@
 import json
 import os
 import sys
+from functools import partial
 from typing import Annotated, Any, get_args
 
 import typer
 
 from dflash.errors import UsageError
-from flows.relay_store import WAYS, is_object, move, relay_objects
-from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan, shown_progress
+from flows.relay_plan import Way, show_relay_plan
+from flows.relay_store import WAYS, check_way, is_object, move, relay_objects
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, shown_progress
 from tasks.actions import escape
 from tasks.approvals import Approval
 from tasks.inventory import Location
-from tasks.quantities import rate, show_duration, show_rate, show_size, size
-from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destination, estimate, plan_relay
+from tasks.quantities import rate, show_rate, show_size, size
+from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destinations, estimate, plan_relay
 from tasks.selection import Output, What
 from tasks.ssh import Connector
 
@@ -64,6 +66,8 @@ def relay(
         bandwidth=rate(bandwidth) if bandwidth else 0,
         reread=_one_of("--verify", verify, ("hash", "reread")) == "reread",
     )
+    way = _one_of("--via", via, WAYS)
+    check_way(settings, [source, *destinations], way, upload=upload)
     connector = Connector.load(hosts)
     if any(map(is_object, [source, *destinations])):
         relay_objects(
@@ -77,18 +81,13 @@ def relay(
             notice=_say,
         )
         return
-    way = _one_of("--via", via, WAYS)
     start, *ends = map(connector.inventory.location, [source, *destinations])
-    for end in ends:
-        check_destination(end)
+    check_destinations(ends)
     where = " and ".join(map(str, ends))
     needed = plan_relay([start], f"it is read and written to {where}", max_bytes=size(max_bytes))
     if plan:
-        show_plan(connector.store, needed, f"{start} to {where}", as_json=as_json)
-        approved = None if needed is None else connector.store.find(needed)
-        if not as_json and (needed is None or approved is not None):
-            reading = None if approved is None else approved.read
-            _show_way(connector, reading, f"{start} to {where}", start, settings, way)
+        planned = partial(_planned, connector, start=start, settings=settings, via=way)
+        show_relay_plan(connector, needed, f"{start} to {where}", planned, as_json=as_json)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     with shown_progress(str(start)) as progress:
@@ -105,17 +104,12 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _show_way(
-    connector: Connector, approval: Approval | None, ends: str, start: Location, settings: Settings, via: str
-) -> None:
+def _planned(connector: Connector, approval: Approval | None, *, start: Location, settings: Settings, via: str) -> Way:
     found = estimate(connector, approval, start, settings)
-    moving = f"{show_size(found.moving_bytes)} of {show_size(found.source_bytes)} move"
-    way = f"over SSH in {found.streams} stream{'s' if found.streams > 1 else ''}"
+    how = f"over SSH in {found.streams} stream{'s' if found.streams > 1 else ''}"
     if via != "ssh":
-        way = f"by the object store, {STORED}" if via == "s3" else f"{way} or by the object store, whichever is faster"
-    time = show_duration(found.moving_bytes / found.rate)
-    typer.echo(f"{escape(ends)}: {moving}, {way}")
-    typer.echo(f"at no more than {show_rate(found.rate)}, so in {time} or more")
+        how = f"by the object store, {STORED}" if via == "s3" else f"{how} or by the object store, whichever is faster"
+    return Way(found.source_bytes, found.moving_bytes, found.streams, how, found.rate)
 
 
 def _show(result: RelayResult, where: str) -> None:

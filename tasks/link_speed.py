@@ -6,15 +6,16 @@ from collections.abc import Callable
 from secrets import token_hex
 from typing import TypeVar
 
-from tasks.actions import Part, Upload
+from tasks.actions import Part, Upload, escape
 from tasks.approvals import Approval
 from tasks.changes import upload
 from tasks.channel import GateError
-from tasks.contents import WholeFile
-from tasks.ends import Reader, open_reader, open_receiver
+from tasks.contents import SourceError, WholeFile
+from tasks.ends import Reader, ReadSource, open_reader, open_receiver
 from tasks.inventory import Location
 from tasks.object_store import ObjectStore
 from tasks.relayable import relayable
+from tasks.selection import What
 from tasks.ssh import Connector
 from tasks.store_errors import StoreError
 from tasks.transfer import FetchError, Receiver, write_all
@@ -32,32 +33,49 @@ def measure(
     source: Location,
     destination: Location,
     *,
+    what: What = "all",
     sample: int = SAMPLE_BYTES,
 ) -> Links:
-    """Send up to ``sample`` bytes of ``source`` over each link; nothing of them stays anywhere.
+    """Send up to ``sample`` bytes of ``source``, of a directory its largest file, over each link; none of them stays.
 
     It costs ``approval`` a session and as many bytes. Whether a protected host reaches the store cannot be tried
     without spending an upload's approval, so it counts as one that does not. What the store, or the way of a host to
     it, lacks is said in the result; all else is raised as :func:`tasks.relay.relay` does.
     """
     with open_reader(connector, source, approval) as reader:
-        content = WholeFile(source, relayable(reader, source, reader.stat(source.path)))
-        count = min(sample, content.size)
-        to_here, data = _timed(count, lambda: _read(reader, source.path, count))
+        content, alone = _to_measure(reader, source)
+        path, count = content.source.path, min(sample, content.size)
+        to_here, data = _timed(count, lambda: _read(reader, path, count))
+    # where the files of a selection go may be another disk than what the folder lies in
+    probe = f"{destination.path}.speed-" if alone and what == "all" else f"{destination.path}/speed-"
     with open_receiver(connector, destination) as receiver:
-        receiver.open(f"{destination.path}.speed-{token_hex(4)}", count, token_hex(8))
+        receiver.open(probe + token_hex(4), count, token_hex(8))
         try:
             to_destination, _ = _timed(count, lambda: _write(receiver, data))
             if store is None:
                 return Links(to_here, to_destination, trouble="hosts.yaml names no object store")
             try:
                 to_store, back = _store_speed(store, receiver, data)
-                by_source = _upload_speed(connector, store, content, count)
+                # only all of one file is what a host can put there by itself
+                by_source = _upload_speed(connector, store, content, count) if alone and what == "all" else None
             except (StoreError, FetchError) as error:
                 return Links(to_here, to_destination, trouble=str(error))
         finally:
             receiver.discard()
     return Links(to_here, to_destination, by_source, to_store, back)
+
+
+def _to_measure(reader: Reader, source: Location) -> tuple[WholeFile, bool]:
+    """A file to measure with, and whether it is the source itself."""
+    found = reader.stat(source.path)
+    if found.kind != "directory":
+        return WholeFile(source, relayable(reader, source, found)), True
+    place = ReadSource(reader, source)
+    look = place.look()
+    if not look:
+        raise SourceError(f"{escape(str(source))} holds no file: name another")
+    largest = Location(source.host, place.path(max(look, key=lambda name: (look[name].size, name))))
+    return WholeFile(largest, relayable(reader, largest, reader.stat(largest.path))), False
 
 
 def _read(reader: Reader, path: str, count: int) -> bytes:

@@ -94,7 +94,7 @@ def put_object(
     bandwidth: int = 0,
     reread: bool = False,
     patience: float = PATIENCE_SECONDS,
-    part_bytes: int = PART_BYTES,
+    least: int = PART_BYTES,
     progress: Progress | None = None,
     notice: Callable[[str], None] | None = None,
 ) -> Put:
@@ -106,12 +106,17 @@ def put_object(
     """
     probe = store.probe()
     abort_abandoned(store)
-    length = max(part_bytes, -(-math.ceil(feed.size / MOST_PARTS) >> 20 << 20))
+    length = part_bytes(feed.size, least=least)
     spans = [(offset, min(length, feed.size - offset)) for offset in range(0, feed.size, length)]
     with journal.opened(source, str(place), feed.identity, feed.size, spans) as notes:
         putting = _Putting(feed, store, place, notes, "crc32" in probe.verifies, Pace(bandwidth), progress, notice)
         begun = time.monotonic()
         return putting.run(source, reread=reread, patience=patience, begun=begun)
+
+
+def part_bytes(size: int, *, least: int = PART_BYTES) -> int:
+    """How large the parts of an object of ``size`` bytes are: ``least``, and more where they would be too many."""
+    return max(least, -(-math.ceil(size / MOST_PARTS) >> 20 << 20))
 
 
 def abort_abandoned(store: ObjectStore, *, now: Callable[[], float] = time.time) -> int:

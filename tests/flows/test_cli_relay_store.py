@@ -1,15 +1,20 @@
 """The object store at the command line: as the way, and as an end."""
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import Result
+from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from flows.cli import app
+from tasks.ends import LocalReader
 from tasks.errors import Refused
+from tasks.store_errors import ObjectMissingError
 from tests.flows.conftest import Operator
 from tests.object_stores import BUCKET, StoreServer, in_environment, store_server
 
@@ -98,6 +103,57 @@ def test_object_is_an_end_like_any_other(staged: Operator, server: StoreServer) 
     assert server.content("kept/again.pt") == source.read_bytes()
 
 
+def test_object_and_hosts_get_it_from_one_reading_of_the_source(
+    staged: Operator, server: StoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[str] = []
+    reading = LocalReader.read
+    monkeypatch.setattr(
+        LocalReader, "read", lambda self, path, *span: (read.append(path), reading(self, path, *span))[1]
+    )
+    source = staged.hosts_file.parent / "here.bin"
+    source.write_bytes(bytes(range(256)) * 1000)
+    done(str(source), f"ct129:{there(staged)}", f"s3://{BUCKET}/one", f"s3://{BUCKET}/two")
+    assert server.content("one") == server.content("two") == there(staged).read_bytes() == source.read_bytes()
+    assert len(read) == 1
+
+
+def test_plan_of_an_object_tells_what_moves_and_how(staged: Operator, server: StoreServer) -> None:
+    source = staged.hosts_file.parent / "here.bin"
+    source.write_bytes(bytes(100_000))
+    shown = done(str(source), f"s3://{BUCKET}/kept/step_1.pt", "--plan", "--bandwidth", "10kB/s").stdout
+    assert "100 kB of 100 kB move, this machine puts it there in parts of 16.78 MB" in shown
+    assert "at no more than 10 kB/s, so in 10s or more" in shown
+    assert server.keys() == []
+    done(str(source), f"s3://{BUCKET}/kept/step_1.pt")
+    way = json.loads(done(f"s3://{BUCKET}/kept/step_1.pt", f"ct129:{there(staged)}", "--plan", "--json").stdout)["way"]
+    assert (way["source_bytes"], way["moving_bytes"], way["how"]) == (
+        100_000,
+        100_000,
+        "the host fetches it with the store",
+    )
+    assert not there(staged).exists()
+    with pytest.raises(ObjectMissingError):
+        CliRunner().invoke(app, ["relay", f"s3://{BUCKET}/none", "/x", "--plan"], catch_exceptions=False)
+
+
+def test_plan_of_an_object_from_a_protected_host_asks_before_it_looks(staged: Operator) -> None:
+    shown = json.loads(done(staged.source, f"s3://{BUCKET}/kept/step_1.pt", "--plan", "--json").stdout)
+    assert (shown["way"], shown["approval"], len(shown["actions"])) == (None, None, 1)
+
+
+def test_way_of_a_directory_is_chosen_by_its_largest_file(staged: Operator, tmp_path: Path) -> None:
+    (tmp_path / "step").mkdir()
+    (tmp_path / "step" / "config.json").write_text(json.dumps({"architectures": ["DFlashDraftModel"]}))
+    save_file({"norm.weight": torch.ones(20_000)}, tmp_path / "step" / "model.safetensors")
+    result = done(str(tmp_path / "step"), f"ct129:{there(staged).parent}", "--via", "auto")
+    assert "ssh: 80.24 kB take" in result.stderr
+    assert sorted(name for name in os.listdir(there(staged).parent) if not name.endswith(".relay.json")) == [
+        "config.json",
+        "model.safetensors",
+    ]
+
+
 def test_protected_source_of_an_object_needs_an_approval(staged: Operator, server: StoreServer) -> None:
     result = run(staged.source, f"s3://{BUCKET}/kept/step_1.pt")
     assert isinstance(result.exception, Refused)
@@ -110,6 +166,17 @@ def test_protected_source_of_an_object_needs_an_approval(staged: Operator, serve
         (["/a", "ct129:/b", "--via", "carrier pigeon"], "--via 'carrier pigeon' is not one of ssh, s3, auto"),
         (["s3://", "ct129:/b"], "is not s3://BUCKET/KEY"),
         (["/a", f"s3://{BUCKET}/b", "--what", "drafter"], "an object is all of a file"),
+        (["/a", f"s3://{BUCKET}/b", "--dtype", "bfloat16"], "all of it moves as it is, so --dtype has no say"),
+        (["/a", f"s3://{BUCKET}/b", "--via", "s3"], "an object as an end is the way already"),
+        (["/a", f"s3://{BUCKET}/b", "--streams", "4"], "--streams are of the way over ssh"),
+        (["/a", "ct129:/b", "--streams", "4", "--via", "s3"], "--streams are of the way over ssh"),
+        (["/a", "ct129:/b", "--upload"], "--upload is of the way by the store"),
+        (["/a", "ct129:/b", "--upload", "--via", "s3", "--what", "drafter"], "leave out --upload"),
+        (["/a", "ct129:/b", "--output", "pt"], "all of it moves as it is, so --output has no say"),
+        (["/a", "ct129:/b", "ct129:/b"], "one place is named twice"),
+        (["/a", "ct129:/b", "ct129://b/."], "ct129:/b is named twice"),
+        ([f"s3://{BUCKET}/a", f"s3://{BUCKET}/a"], "one place is named twice"),
+        (["/a", f"s3://{BUCKET}/b", "kpro6:/b"], "is protected: a relay reads from there"),
     ],
 )
 def test_what_cannot_be_is_said(staged: Operator, argv: list[str], message: str) -> None:

@@ -45,7 +45,7 @@ def put(operator: Operator, file: Path, store: ObjectStore) -> Callable[..., Put
 
     def put_it(progress: Progress | None = None) -> Put:
         feed = feed_of(operator.connector, None, Location(None, str(file)))
-        return put_object(feed, str(file), store, PLACE, part_bytes=PART, progress=progress)
+        return put_object(feed, str(file), store, PLACE, least=PART, progress=progress)
 
     return put_it
 
@@ -68,7 +68,7 @@ def test_file_of_a_protected_host_goes_into_the_store_and_out_to_another(
     feed = feed_of(operator.connector, approval, source)
     told: list[int] = []
     result = put_object(
-        feed, str(source), store, PLACE, part_bytes=PART, progress=lambda done, total: told.append(done)
+        feed, str(source), store, PLACE, least=PART, progress=lambda done, total: told.append(done)
     )
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert server.content(PLACE.key) == file.read_bytes()
@@ -95,7 +95,7 @@ def test_object_comes_to_this_machine_and_goes_to_another_key(
     # nobody wrote down what it was when it was put there
     assert (fetched.verified, fetched.bytes) == (False, SIZE)
     copy = ObjectPlace(BUCKET, "copy.pt")
-    result = put_object(StoredFeed(store, PLACE), str(PLACE), store, copy, part_bytes=PART)
+    result = put_object(StoredFeed(store, PLACE), str(PLACE), store, copy, least=PART)
     assert server.content(copy.key) == file.read_bytes()
     assert result.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
 
