@@ -17,7 +17,7 @@ from tasks.approvals import Approved
 from tasks.errors import Refused
 from tasks.inventory import Location
 from tasks.quantities import show_rate, show_size
-from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destination, plan_relay
+from tasks.relay import FILE_BYTES, RelayResult, Settings, check_destinations, plan_relay
 from tasks.ssh import Connector
 
 
@@ -40,8 +40,7 @@ def relay_checkpoint(
     forget_agent()
     connector = Connector.load(hosts)
     start, *ends = map(connector.inventory.location, [source, *destinations])
-    for end in ends:
-        check_destination(end)
+    check_destinations(ends)
     plan = plan_relay([start], f"it is read and written to {' and '.join(map(str, ends))}", max_bytes=max_bytes)
     try:
         approved = require(connector.store, plan)

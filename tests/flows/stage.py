@@ -17,7 +17,7 @@ from tasks.ledger import Attempt, Ledger
 from tasks.ssh import Connector
 from tasks.watch import plan_watch
 from tests.flows import conftest
-from tests.prefect_api import QUIET, REPOSITORY, Server, copy_database, free_port
+from tests.prefect_api import QUIET, REPOSITORY, Server, copy_database, free_port, healthy
 from tests.sshds import Site
 from tests.tasks import checkpoints
 
@@ -41,6 +41,8 @@ class Stage:
     served: list[process.Popen[bytes]] = field(default_factory=list)
     port: int = field(default_factory=free_port)
     """Of every server here, as in life: what outlives one finds the next."""
+    database_begun: int = 0
+    """Bytes of the database before any run."""
 
     @classmethod
     def build(cls, site: Site, folder: Path, *, evaluation_seconds: float = 0.0, look: float = 1.0) -> "Stage":
@@ -110,6 +112,7 @@ class Stage:
     def migrated(self, server: Server) -> None:
         """Begin with the database of ``server``, which saves making a new one."""
         copy_database(server.home, self.state / "prefect")
+        self.database_begun = (self.state / "prefect" / "prefect.db").stat().st_size
 
     def command(self, *arguments: str) -> str:
         """What a command of the operator prints."""
@@ -149,6 +152,11 @@ class Stage:
     @property
     def log(self) -> str:
         return self.log_file.read_text(errors="replace")
+
+    @property
+    def serving(self) -> bool:
+        """Whether it serves now, and does not just begin or end."""
+        return (self.state / "serve.json").exists() and healthy(self.api)
 
     def results(self) -> list[Attempt]:
         """The attempts that have a result."""

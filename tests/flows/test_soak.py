@@ -1,0 +1,129 @@
+"""Half an hour of it, with real servers and hosts, while something is killed every few seconds.
+
+``DFLASH_SOAK_MINUTES`` says how long; what is killed when follows from ``DFLASH_SOAK_SEED``.
+"""
+
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from flows.interrupted import alive
+from tests.flows.stage import Stage, staged, wait_until
+from tests.prefect_api import Server, ask
+from tests.sshds import Site
+
+MINUTES = float(os.environ.get("DFLASH_SOAK_MINUTES", "30"))
+SEED = int(os.environ.get("DFLASH_SOAK_SEED", "1"))
+SAVE_SECONDS, FAULT_SECONDS = 15.0, 11.0
+SETTLE_SECONDS = 900.0
+DATABASE_MB = 200.0
+RUNS_A_DAY = 108
+"""A checkpoint every quarter of an hour, the night's comparison with its evaluations, and what people start."""
+BEGIN_LINE = 'echo "$2" >> {record}\n'
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(MINUTES * 60 + 2 * SETTLE_SECONDS + 600))]
+
+
+@pytest.fixture
+def stage(own_site: Site, shared_server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """An operator who serves, whose evaluations take some seconds and write down which began."""
+    with staged(own_site, tmp_path, evaluation_seconds=4.0) as made:
+        monkeypatch.setenv("DFLASH_STATE", str(made.state))
+        program = made.folder / "remote" / "environments" / "current" / "bin" / "dflash"
+        program.write_text(program.read_text().replace("sleep ", BEGIN_LINE.format(record=begun(made)) + "sleep "))
+        made.migrated(shared_server)
+        made.approve()
+        yield made
+
+
+def begun(stage: Stage) -> Path:
+    """The record of evaluations that began: where each writes its report."""
+    return stage.folder / "begun"
+
+
+class Faults:
+    """What goes wrong, one after the other, as chance has it."""
+
+    def __init__(self, stage: Stage) -> None:
+        self._stage, self._chance = stage, random.Random(SEED)
+        self.count: Counter[str] = Counter()
+
+    def strike(self) -> None:
+        fault = self._chance.choice([self.kill_serve, self.kill_run, self.kill_run, self.drop_host, self.end_serve])
+        fault()
+        self.count[fault.__name__] += 1
+
+    def kill_serve(self) -> None:
+        self._stage.served[-1].kill()
+
+    def end_serve(self) -> None:
+        os.killpg(self._stage.served[-1].pid, signal.SIGTERM)
+
+    def kill_run(self) -> None:
+        for pid in alive().values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def drop_host(self) -> None:
+        self._stage.site.ordinary.restart()
+
+
+def test_every_checkpoint_has_one_result_whatever_is_killed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
+    faults, saved = Faults(stage), 0
+    stage.serve()
+    end = time.monotonic() + MINUTES * 60
+    next_save, next_fault = time.monotonic(), time.monotonic() + FAULT_SECONDS
+    while time.monotonic() < end:
+        if stage.served[-1].poll() is not None:
+            stage.serve()
+        if time.monotonic() >= next_save:
+            saved += 1
+            stage.save(saved)
+            next_save = time.monotonic() + SAVE_SECONDS
+        if time.monotonic() >= next_fault:
+            faults.strike()
+            next_fault = time.monotonic() + FAULT_SECONDS
+        time.sleep(0.2)
+    wait_until(lambda: over(stage, saved), SETTLE_SECONDS)
+
+    ledger = stage.ledger
+    assert sorted(seen.step or 0 for seen in ledger.checkpoints()) == list(range(1, saved + 1))
+    for seen in ledger.checkpoints():
+        attempts = ledger.attempts(seen.identity)
+        measured = [attempt for attempt in attempts if attempt.state == "evaluated"]
+        assert len(measured) == 1 or {attempt.state for attempt in attempts} == {"superseded"}, attempts
+    started = Counter(begun(stage).read_text().split())
+    assert set(started.values()) == {1}, "an evaluation was started twice"
+
+    per_thousand = megabytes_per_thousand(stage)
+    fortnight = per_thousand * RUNS_A_DAY * 14 / 1000
+    with capsys.disabled():
+        print(f"\nsoak: {saved} checkpoints, {dict(faults.count)}, {len(stage.served)} lives of serve")
+        print(f"soak: {per_thousand:.1f} MB per 1 000 runs, so {fortnight:.0f} MB in two weeks")
+    assert fortnight < DATABASE_MB
+
+
+def over(stage: Stage, saved: int) -> bool:
+    """Whether every checkpoint that was saved is known and has a result, or was passed over for newer ones."""
+    if stage.served[-1].poll() is not None:
+        stage.serve()
+    ledger = stage.ledger
+    known = ledger.checkpoints()
+    results = [ledger.attempts(seen.identity) for seen in known]
+    done = [attempts for attempts in results if any(one.state in ("evaluated", "superseded") for one in attempts)]
+    return len(done) == saved and not ledger.open_attempts()
+
+
+def megabytes_per_thousand(stage: Stage) -> float:
+    """What the runs left in the server's database, without what it had before any."""
+    ended = {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}
+    runs = int(ask(stage.api, "flow_runs/count", ended))
+    size = sum(file.stat().st_size for file in (stage.state / "prefect").glob("prefect.db*"))
+    return (size - stage.database_begun) / max(1, runs) * 1000 / 1e6
