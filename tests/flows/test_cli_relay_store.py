@@ -130,7 +130,7 @@ def test_plan_of_an_object_tells_what_moves_and_how(staged: Operator, server: St
     assert (way["source_bytes"], way["moving_bytes"], way["how"]) == (
         100_000,
         100_000,
-        "the host fetches it with the store",
+        "the host fetches it from the store",
     )
     assert not there(staged).exists()
     with pytest.raises(ObjectMissingError):
