@@ -1,0 +1,162 @@
+"""``dflash-ops status``: what it gathers, and that it fits one screen."""
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from flows import status
+from flows.cli import app
+from flows.cli_status import screen
+from flows.status import GrantRow, HostRow, Queue, RunRow, Status
+from tasks.inventory import load
+from tasks.ledger import Attempt, Ledger, Seen, Watch
+from tests.prefect_api import REPOSITORY
+
+NOW = 1_800_000_000.0
+SUITE = "ab" * 32
+
+
+@pytest.fixture
+def ledger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Ledger:
+    """An empty ledger in a state folder of the test's own; no Prefect server is known there."""
+    monkeypatch.setenv("DFLASH_STATE", str(tmp_path))
+    monkeypatch.setenv("DFLASH_HOSTS", str(REPOSITORY / "hosts.yaml"))
+    monkeypatch.delenv("PREFECT_API_URL", raising=False)
+    return Ledger.open(clock=lambda: NOW)
+
+
+def recorded(ledger: Ledger, step: int, state: str, **result: object) -> Attempt:
+    """An attempt at a checkpoint that ended."""
+    seen = Seen("kpro6", f"/workspace/dflash/checkpoints/step_{step}", f"{step:064x}", step, NOW)
+    ledger.see(seen)
+    attempt = ledger.advance(ledger.begin(seen.identity, SUITE), state="relayed", on="ct129", job=f"e{step}")
+    ledger.finish(attempt, state, **result)  # type: ignore[arg-type]
+    return attempt
+
+
+def gathered() -> Status:
+    return status.gather(load(REPOSITORY / "hosts.yaml"), clock=lambda: NOW + 60)
+
+
+def shown(found: Status) -> str:
+    terminal = Console(width=80, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    terminal.print(screen(found))
+    return terminal.export_text()
+
+
+def test_numbers_are_the_last_results_with_their_checkpoints(ledger: Ledger) -> None:
+    recorded(ledger, 100, "evaluated", tau=3.25, ci95=(3.1, 3.4), report="/reports/100")
+    recorded(ledger, 200, "invalid", message="not valid: position-ids")
+    recorded(ledger, 300, "superseded", message="20 newer checkpoints wait already")
+    found = gathered()
+    by_step = {number.step: number for number in found.numbers}
+    assert set(by_step) == {100, 200}
+    assert (by_step[100].tau, by_step[100].ci95, by_step[100].on) == (3.25, (3.1, 3.4), "ct129")
+    assert by_step[100].place == "kpro6:/workspace/dflash/checkpoints/step_100"
+    counts = {state: count for state, count in found.checkpoints[SUITE].items() if count}
+    assert counts == {"evaluated": 1, "invalid": 1, "superseded": 1}
+    text = shown(found)
+    assert "3.250" in text
+    assert "not valid: position-ids" in " ".join(text.split())
+
+
+def test_a_host_is_known_by_its_watch_else_by_its_last_evaluation(ledger: Ledger) -> None:
+    recorded(ledger, 100, "evaluated", tau=3.0)
+    ledger.record_watch(Watch("kpro6:/workspace", "HostUnreachable", looked=NOW - 600, message="no route to it"))
+    hosts = {host.name: host for host in gathered().hosts}
+    assert (hosts["kpro6"].known, hosts["kpro6"].since) == ("HostUnreachable", NOW - 600)
+    assert hosts["kpro6"].protected
+    assert hosts["ct129"].known == "last evaluation: evaluated"
+
+
+def test_without_a_server_the_queue_says_so_and_all_else_is_shown(ledger: Ledger) -> None:
+    recorded(ledger, 100, "evaluated", tau=3.25)
+    result = CliRunner().invoke(app, ["status"])
+    assert result.exit_code == 0, result.exception
+    assert "no dflash-ops serve runs over this state folder" in result.stdout
+    assert "3.250" in result.stdout
+
+
+def test_a_server_that_is_gone_is_named(ledger: Ledger, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    queue = gathered().queue
+    assert queue.api == "http://127.0.0.1:9/api"
+    assert "does not answer" in queue.problem
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The API of something that answers as a Prefect server does, with one run of each kind."""
+
+    class Answering(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            (kind,) = {"RUNNING" in asked["flow_runs"]["state"]["type"]["any_"]}
+            running = [{"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}]
+            due = [
+                {"name": name, "state_name": "Late", "next_scheduled_start_time": when}
+                for name, when in (("evaluate step_200", "2027-01-15T08:00:30Z"), ("night", "2027-01-16T02:30:00Z"))
+            ]
+            content = json.dumps(running if kind else due).encode()
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Answering) as listening:
+        thread = threading.Thread(target=listening.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{listening.server_port}/api"
+        listening.shutdown()
+        thread.join()
+
+
+def test_the_queue_tells_what_runs_from_what_is_due_and_what_comes_next(server: str) -> None:
+    queue = status.queue(server, 1_800_000_060.0)  # 08:01:00 of that day
+    assert [(run.name, run.state) for run in queue.going] == [("evaluate step_100", "Running")]
+    assert [run.name for run in queue.waiting] == ["evaluate step_200"]
+    assert queue.next is not None
+    assert queue.next.name == "night"
+
+
+def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
+    hosts = [
+        HostRow("kpro6", "training", "10.1.2.6", True, "watching", NOW),
+        HostRow("ct129", "inference", "10.1.230.172", False, "–", None),
+    ]
+    grants = [GrantRow("a1", "kpro6", "/workspace/" + "deep/" * 20, NOW + 86_400, True)]
+    going = [RunRow(f"evaluate kpro6:/workspace/dflash/checkpoints/step_{step}", "Running", NOW) for step in range(3)]
+    found = Status(
+        NOW + 60,
+        hosts,
+        [Watch("kpro6:/workspace/dflash/checkpoints", "GrantEnded", message="approve it: dflash-ops guard approve a1")],
+        Queue("http://127.0.0.1:4200/api", "", going, [], RunRow("nightly", "Scheduled", NOW + 3600)),
+        {SUITE: {"evaluated": 1000}},
+        [],
+        grants,
+    )
+    text = shown(found)
+    lines = text.splitlines()
+    assert len(lines) <= 40
+    assert all(len(line) <= 80 for line in lines)
+    for said in (
+        "GrantEnded",
+        "dflash-ops guard approve a1",
+        "ends in",
+        "3 running, 0 waiting",
+        "in 59",
+        "1000 evaluated",
+    ):
+        assert said in text
+
+
+def test_what_a_host_calls_itself_cannot_steer_the_terminal(ledger: Ledger) -> None:
+    ledger.record_watch(Watch("kpro6:/x\x1b[2J", "LookFailed", message="\x1b]0;owned\x07"))
+    assert "\x1b" not in shown(gathered())
