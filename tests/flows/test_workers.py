@@ -12,9 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from typer.testing import CliRunner
 
 from dflash.prompts import default_prompts
 from flows import workers
+from flows.cli import app
+from flows.cli_evaluate import NotServingError
 from flows.workers import Workers
 from tasks import evaluating, inventory
 from tasks.evaluation import ON_VARIABLE
@@ -229,3 +232,27 @@ def test_a_worker_serves_its_host_and_ends_when_it_is_told_to(
     running.stop()
     assert running.pids == {}
     assert not any(Path(f"/proc/{pid}/cmdline").exists() for pid in pids)
+
+
+def test_the_command_leaves_it_to_the_queue_which_host_does_it(shared: Shared, monkeypatch: pytest.MonkeyPatch) -> None:
+    from flows.deployments import deployment
+
+    workers.make_pool()
+    workers.make_pool()  # a second start of the server's side changes nothing
+    made = str(deployment("evaluate_checkpoint", shared.hosts_file, work_pool_name=workers.POOL).apply())
+    known = {run["id"] for run in shared.runs(made)}
+    asked = ["evaluate", *(str(shared.checkpoint(number)) for number in (1, 2)), "--thinking", "off", "--queue"]
+    queued = CliRunner().invoke(app, [*asked, "--json"])
+    assert queued.exit_code == 0, queued.exception
+    new = [run for run in shared.runs(made) if run["id"] not in known]
+    assert {run["id"] for run in new} == set(json.loads(queued.stdout).values())
+    assert {run["work_pool_name"] for run in new} == {workers.POOL}
+    assert {run["parameters"]["on"] for run in new} == {None}
+    assert {Path(run["parameters"]["hosts"]) for run in new} == {shared.hosts_file}
+
+    refused = CliRunner().invoke(app, asked[:-1])
+    assert "2 inference hosts (ct129, ct130): name one with --on" in str(refused.exception)
+    monkeypatch.delenv("PREFECT_API_URL")
+    alone = CliRunner().invoke(app, asked)
+    assert isinstance(alone.exception, NotServingError)
+    assert alone.exception.state_name == "PrefectUnreachable"
