@@ -11,7 +11,7 @@ from dflash.errors import UsageError
 from tasks import jobs, process
 from tasks.channel import GateError
 from tasks.errors import HostBusy
-from tasks.gate import Entry, JobRecord
+from tasks.gate import Entry, JobRecord, open_session
 from tasks.inventory import Host
 from tasks.jobs import JobError, JobStatus, judge
 from tasks.process import birth
@@ -107,20 +107,20 @@ def test_each_state_is_told_from_what_lies_there(here: Operator) -> None:
     assert "never ran" in found["stalled"].message
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
+def test_a_record_that_is_none_is_an_error_and_no_state(here: Operator) -> None:
+    lies: list[dict[str, Any]] = [
         {"job_json": "[" * 5000},
         {"job_json": {"job": "night"}},
         {"job_json": about(1) | {"pid": "1"}},
         {"job_json": about(1), "exit": "\x1b[31m"},
-    ],
-)
-def test_a_record_that_is_none_is_an_error_and_no_state(here: Operator, files: dict[str, Any]) -> None:
-    job(here, **files)
-    with pytest.raises(JobError, match="is not what the gate writes") as raised:
-        jobs.status(here.connector, here.infer, None, "night")
-    assert str(raised.value).isprintable()
+        {"job_json": "x" * (2 << 20)},
+    ]
+    with open_session(here.connector, here.infer, None) as session:
+        for number, files in enumerate(lies):
+            job(here, f"night-{number}", **files)
+            with pytest.raises(JobError, match=r"is not what the gate writes|is no job's record") as raised:
+                jobs.look(session, f"night-{number}")
+            assert str(raised.value).isprintable()
 
 
 def test_no_job_and_no_id_of_one(here: Operator) -> None:
