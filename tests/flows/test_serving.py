@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import socket
 import sqlite3
 from contextlib import closing
@@ -19,9 +20,9 @@ from flows.serve import AlreadyServingError, _alone
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A state folder of the test's own."""
-    monkeypatch.setenv("DFLASH_STATE", str(tmp_path / "state"))
-    monkeypatch.delenv("PREFECT_HOME", raising=False)
+    """A state folder of the test's own; what is put into the environment is gone with the test."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("PREFECT_")}
+    monkeypatch.setattr(os, "environ", kept | {"DFLASH_STATE": str(tmp_path / "state")})
     return tmp_path / "state"
 
 
@@ -121,7 +122,7 @@ def test_a_port_that_is_taken_is_named_before_anything_starts() -> None:
 def test_one_state_folder_is_served_once(folder: Path) -> None:
     with _alone():
         prefect_home.record_serving("http://127.0.0.1:4200/api")
-        with pytest.raises(AlreadyServingError, match="http://127.0.0.1:4200/api"), _alone():
+        with pytest.raises(AlreadyServingError, match=re.escape("http://127.0.0.1:4200/api")), _alone():
             pytest.fail("it was let in")
     with _alone():
         pass
@@ -138,11 +139,10 @@ def test_a_record_of_a_process_that_is_gone_names_no_server(folder: Path) -> Non
     assert prefect_home.serving() is None
 
 
-def test_a_command_uses_the_server_that_serves_its_state_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_uses_the_server_that_serves_its_state_folder(folder: Path) -> None:
     prefect_home.record_serving("http://127.0.0.1:4200/api")
-    monkeypatch.delenv("PREFECT_API_URL", raising=False)
     prefect_home.configure_prefect()
     assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:4200/api"
-    monkeypatch.setenv("PREFECT_API_URL", "http://127.0.0.1:9/api")
+    os.environ["PREFECT_API_URL"] = "http://127.0.0.1:9/api"
     prefect_home.configure_prefect()
     assert os.environ["PREFECT_API_URL"] == "http://127.0.0.1:9/api"
