@@ -41,6 +41,7 @@ from tasks.routes import (
     render_known_hosts,
     route,
 )
+from tasks.scratch import Scratch
 from tasks.sent_gate import held_argv
 
 PIPE_BYTES = 1 << 20
@@ -76,7 +77,7 @@ class Connector:
         self.audit = audit
         self.warn = warn or _warn_on_stderr
         self._warned: set[str] = set()
-        self._folder = tempfile.TemporaryDirectory(prefix="dflash-ssh-")
+        self._folder = Scratch("dflash-ssh-")
 
     @classmethod
     def load(cls, hosts: Path | None = None) -> Self:
