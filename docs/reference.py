@@ -1,11 +1,14 @@
-"""Writes docs/configuration.md from the models that read the files: python docs/configuration.py [--check].
+"""Writes the pages that say what the code says: python docs/reference.py [--check].
 
-Every key, its type, its default and what its docstring says. ``--check`` only tells whether the page is what would be
-written; exit status 1 when it is not.
+``configuration.md``: every key of every file that people write, its type, its default and what its docstring says, from
+the models that read the files. ``states.md``: every state that a run can end in by a failure, from the errors.
+``--check`` only tells whether the pages are what would be written; exit status 1 when one is not.
 """
 
 import ast
+import importlib
 import inspect
+import pkgutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -16,18 +19,22 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+import flows
+import tasks
+from dflash.errors import DFlashError
 from dflash.training.run_config import RunConfig
 from tasks.inventory import Inventory
+from tasks.run_file import Run
 
-PAGE = Path(__file__).with_suffix(".md")
 FILES: tuple[tuple[str, str, type[BaseModel]], ...] = (
     ("hosts.yaml", "Which machines there are. Every `dflash-ops` command reads it.", Inventory),
+    ("run.yaml", "One launch: what `dflash-ops launch --config FILE` reads.", Run),
     ("A training run", "What `dflash train --config FILE` and `dflash data features` read.", RunConfig),
 )
 
 
-def page() -> str:
-    """The whole page as markdown."""
+def configuration() -> str:
+    """The page of the files that people write."""
     parts = [
         "# Configuration reference",
         "Written from the models that read the files. They are read strictly: a key that is not here is an error.",
@@ -124,16 +131,52 @@ def _default(field: FieldInfo) -> str:
     return f"`{', '.join(map(str, value)) if isinstance(value, tuple) else value}`"
 
 
+def states() -> str:
+    """The page of the states that failures name."""
+    named: dict[str, list[str]] = {}
+    for error in sorted(_errors(), key=lambda one: (one.__module__, one.__name__)):
+        if "state_name" in vars(error) and error.state_name != DFlashError.state_name:
+            said = _plain(inspect.getdoc(error) or "").partition(". ")[0].rstrip(".") + "."
+            named.setdefault(error.state_name, []).append(said)
+    rows = [f"| `{name}` | {' '.join(dict.fromkeys(said))} |" for name, said in sorted(named.items())]
+    return (
+        "\n\n".join(
+            [
+                "# States that name what happened",
+                "A run that ends by a failure on which somebody has to act ends in a state of that name. Its message is "
+                "one sentence: what was found, what was expected, what to do. Filter Prefect's runs by it, or see "
+                "`dflash-ops status`. Any other failure is `Failed`; `Cancelled` and `Crashed` are Prefect's own.",
+                "\n".join(["| state | what happened |", "| --- | --- |", *rows]),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _errors(above: type[DFlashError] = DFlashError) -> Iterator[type[DFlashError]]:
+    for package in (tasks, flows) if above is DFlashError else ():
+        for module in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
+            if not module.name.endswith("__main__"):
+                importlib.import_module(module.name)
+    for error in above.__subclasses__():
+        yield error
+        yield from _errors(error)
+
+
+PAGES = {"configuration.md": configuration, "states.md": states}
+
+
 def main() -> None:
-    """Write the page, or with ``--check`` compare it."""
-    written = page()
-    if sys.argv[1:] == ["--check"]:
-        if PAGE.read_text(encoding="utf-8") != written:
-            sys.exit(f"{PAGE.name} is not what the models say: run python docs/{Path(__file__).name}")
-    elif sys.argv[1:]:
+    """Write the pages, or with ``--check`` compare them."""
+    if sys.argv[1:] not in ([], ["--check"]):
         sys.exit(__doc__)
-    else:
-        PAGE.write_text(written, encoding="utf-8")
+    folder, script = Path(__file__).parent, Path(__file__).name
+    for name, page in PAGES.items():
+        written = page()
+        if not sys.argv[1:]:
+            (folder / name).write_text(written, encoding="utf-8")
+        elif (folder / name).read_text(encoding="utf-8") != written:
+            sys.exit(f"{name} is not what the code says: run python docs/{script}")
 
 
 if __name__ == "__main__":
