@@ -142,9 +142,10 @@ def plan_relay(sources: Sequence[Location], effect: str, *, max_bytes: int = FIL
     """What must be approved before ``sources`` may be read; None when their host is not protected.
 
     What a source is cannot be known before the gate may say it, so its name decides what is asked for: one with a
-    suffix is a file, with the ``config.json`` beside it, any other a directory; several directories ask for the tree
-    they are all in. So does ``max_bytes``, for each source. The plan of several covers that of each. Raises
-    :class:`UsageError` when they are not on one host, or when they are too many.
+    suffix is a file, with the ``config.json`` beside it, any other a directory; several directories ask for the folder
+    they are all in. ``max_bytes`` is for each source. The plan of several covers that of each. Raises
+    :class:`UsageError` when they are not on one host, when they are too many, and when no folder holds directories of
+    them that holds little else.
     """
     hosts = {source.host for source in sources}
     if len(hosts) != 1:
@@ -154,7 +155,7 @@ def plan_relay(sources: Sequence[Location], effect: str, *, max_bytes: int = FIL
     if host is None or not host.protected:
         return None
     files = [source.path for source in sources if is_file_name(source.path)]
-    root = None if len(files) == len(sources) else os.path.commonpath([source.path for source in sources])
+    root = None if len(files) == len(sources) else _folder_of_all([source.path for source in sources], host)
     paths = () if root else tuple(dict.fromkeys(path for file in files for path in (file, _config_beside(file))))
     if len(paths) > MOST_PATHS:
         raise UsageError(f"{len(paths)} files are too many for one approval: name fewer, {MOST_PATHS} are the most")
@@ -168,6 +169,19 @@ def plan_relay(sources: Sequence[Location], effect: str, *, max_bytes: int = FIL
         bytes=max_bytes * len(sources),
     )
     return Plan(grant=grant, effect=effect)
+
+
+def _folder_of_all(paths: Sequence[str], host: Host) -> str:
+    """The folder that all of ``paths`` are in: that of one alone, of siblings, or one below the host's checkpoints."""
+    root = os.path.commonpath(paths)
+    siblings = all(os.path.dirname(path) == root for path in paths)
+    below = host.checkpoints is not None and f"{root}/".startswith(f"{host.checkpoints.rstrip('/')}/")
+    if root != "/" and (root in paths or siblings or below):
+        return root
+    raise UsageError(
+        f"the directories have only {escape(root)} in common, and to read all below it is more than anybody should "
+        "approve: name those of one folder, or one after the other"
+    )
 
 
 def is_file_name(path: str) -> bool:
