@@ -143,8 +143,8 @@ def states() -> str:
         "\n\n".join(
             [
                 "# States that name what happened",
-                "A run that ends by a failure on which somebody has to act ends in a state of that name. Its message is "
-                "one sentence: what was found, what was expected, what to do. Filter Prefect's runs by it, or see "
+                "A run that ends by a failure on which somebody has to act ends in a state of that name. Its message "
+                "is one sentence: what was found, what was expected, what to do. Filter Prefect's runs by it, or see "
                 "`dflash-ops status`. Any other failure is `Failed`; `Cancelled` and `Crashed` are Prefect's own.",
                 "\n".join(["| state | what happened |", "| --- | --- |", *rows]),
             ]
