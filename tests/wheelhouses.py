@@ -3,10 +3,26 @@
 import base64
 import hashlib
 import zipfile
+from collections.abc import Sequence
 from importlib import metadata
 from pathlib import Path
 
 from packaging.requirements import Requirement
+
+from tasks.environments import Profile
+from tasks.resolving import Candidate, Lock
+from tasks.wheelhouse import Wheelhouse
+
+PIP = """
+import os, sys, sysconfig, zipfile
+if sys.argv[1] == "install":
+    folder, listed = (sys.argv[sys.argv.index(option) + 1] for option in ("--find-links", "-r"))
+    wanted = [line.split(" ")[0].replace("==", "-") for line in open(listed)]
+    for name in sorted(os.listdir(folder)):
+        if name.startswith(tuple(wanted)):
+            zipfile.ZipFile(os.path.join(folder, name)).extractall(sysconfig.get_path("purelib"))
+"""
+"""Unpacks wheels as pip does, in a tenth of its time; the tests over a real sshd have the real one."""
 
 NOT_OF_THE_WHEEL = ("INSTALLER", "REQUESTED", "RECORD", "direct_url.json")
 
@@ -42,6 +58,14 @@ def small_wheel(folder: Path, name: str, version: str = "1.0", *, requires: str 
     return file
 
 
+def stand_in_pip(folder: Path) -> Path:
+    """The wheel of a pip that only unpacks."""
+    file = folder / "pip-1.0-py3-none-any.whl"
+    about = {"pip-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: pip\nVersion: 1.0\n"}
+    write_wheel(file, {"pip/__main__.py": PIP.encode(), **about})
+    return file
+
+
 def write_wheel(file: Path, content: dict[str, bytes]) -> None:
     """A wheel with ``content`` and the RECORD of it."""
     (about,) = {name.split("/")[0] for name in content if name.split("/")[0].endswith(".dist-info")}
@@ -73,3 +97,33 @@ def _quoted(name: str) -> str:
 
 def _digest(data: bytes) -> str:
     return base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
+
+
+class SmallHouse(Wheelhouse):
+    """A wheelhouse with one small module under this program's name, and a pip that only unpacks; it asks no index."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.shelf = folder / "shelf"
+        self.shelf.mkdir(parents=True)
+        self.pip = stand_in_pip(self.shelf)
+        self.offer("name = 'small'")
+
+    def offer(self, body: str) -> None:
+        """Have the module hold ``body`` from now on."""
+        small_wheel(self.shelf, "dflash_pipeline", "0.1.0", body=body)
+
+    def lock(self, *_: object, **__: object) -> Lock:
+        (wheel,) = self.shelf.glob("dflash_pipeline-*")
+        own = Candidate(name="dflash-pipeline", version="0.1.0", file_name=wheel.name, sha256=sha256(wheel))
+        return Lock(
+            packages=(own,),
+            pip=Candidate(name="pip", version="1.0", file_name=self.pip.name, sha256=sha256(self.pip)),
+        )
+
+    def gather(self, lock: Lock, wanted: Sequence[str], *_: object, **__: object) -> dict[str, Path]:
+        return {digest: path for path in self.shelf.iterdir() if (digest := sha256(path)) in wanted}
+
+
+SMALL_PROFILE = Profile((), ("dflash_pipeline",), 1000)
+"""What the module of a :class:`SmallHouse` needs."""

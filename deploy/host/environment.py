@@ -376,17 +376,20 @@ def remove(place: str) -> None:
 
 
 def users(place: str) -> list[int]:
-    """The processes that use an environment: by program, arguments, folder or mapped files, or by a lock on it.
+    """The processes that use an environment: by program, arguments, folder or mapped files, or by a lock on its marker.
 
-    Of another user's processes only the arguments can be seen.
+    One that was started through ``current`` and has loaded nothing of its own may use any. Of another user's processes
+    only the arguments can be seen.
     """
-    found, inside = [], os.fsencode(place.rstrip("/") + "/")
+    folder, name = os.path.split(place)
+    named, found = re.compile(re.escape(os.fsencode(folder)) + rb"/([^/\0\n]+)/"), []
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        for what in ("cmdline", "exe", "cwd", "maps"):
+        names: set[str] = set()
+        for what in ("cmdline", "exe", "cwd", "maps") if int(pid) != os.getpid() else ():
             with contextlib.suppress(OSError):
-                if int(pid) != os.getpid() and inside in seen(f"/proc/{pid}/{what}"):
-                    found.append(int(pid))
-                    break
+                names.update(map(os.fsdecode, named.findall(seen(f"/proc/{pid}/{what}"))))
+        if name in names or names == {"current"}:
+            found.append(int(pid))
     with contextlib.suppress(FileNotFoundError), open(os.path.join(place, MARKER), "rb") as marker:
         try:
             fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)

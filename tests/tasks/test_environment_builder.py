@@ -17,20 +17,9 @@ from typing import Any
 import pytest
 
 from tests.sshds import REPOSITORY
-from tests.wheelhouses import sha256, small_wheel, write_wheel
+from tests.wheelhouses import sha256, small_wheel, stand_in_pip
 
 PROGRAM = REPOSITORY / "deploy" / "host" / "environment.py"
-PIP = """
-import os, sys, sysconfig, zipfile
-if sys.argv[1] == "install":
-    folder, listed = (sys.argv[sys.argv.index(option) + 1] for option in ("--find-links", "-r"))
-    wanted = [line.split(" ")[0].replace("==", "-") for line in open(listed)]
-    for name in sorted(os.listdir(folder)):
-        if name.startswith(tuple(wanted)):
-            zipfile.ZipFile(os.path.join(folder, name)).extractall(sysconfig.get_path("purelib"))
-"""
-"""Unpacks wheels as pip does, in a tenth of its time; the tests over a real sshd have the real one."""
-
 KILLED = """
 import os, runpy, sys
 program, step, *arguments = sys.argv[1:]
@@ -52,9 +41,7 @@ class Bench:
         self.folder = folder / "environments"
         self.shelf = folder / "shelf"
         self.shelf.mkdir()
-        self.pip = self.shelf / "pip-1.0-py3-none-any.whl"
-        about = {"pip-1.0.dist-info/METADATA": b"Metadata-Version: 2.1\nName: pip\nVersion: 1.0\n"}
-        write_wheel(self.pip, {"pip/__main__.py": PIP.encode(), **about})
+        self.pip = stand_in_pip(self.shelf)
 
     def spec(
         self, name: str = "one", *, body: str = "", imports: tuple[str, ...] = ("alpha",), **more: Any
@@ -192,9 +179,10 @@ def test_a_builder_s_orphan_keeps_the_lock_until_it_is_gone(bench: Bench) -> Non
     assert json.loads(output.splitlines()[-1])["done"]["built"] is True
 
 
+@pytest.mark.slow
 def test_old_environments_go_but_for_the_one_before_and_those_in_use(bench: Bench) -> None:
     bench.build(bench.spec("first"))
-    used = subprocess.Popen([bench.folder / "first/bin/python", "-c", "input()"], stdin=subprocess.PIPE)
+    used = subprocess.Popen([bench.folder / "current/bin/python", "-c", "input()"], stdin=subprocess.PIPE)
     try:
         bench.build(bench.spec("locked"))
         with (bench.folder / "locked/complete.json").open() as lock:
