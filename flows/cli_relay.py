@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 import typer
 
 from dflash.errors import UsageError
+from flows.prefect_home import configure_prefect, server
 from flows.relay_plan import Way, show_relay_plan
 from flows.relay_store import WAYS, check_way, is_object, move, relay_objects
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, shown_progress
@@ -90,14 +91,28 @@ def relay(
         show_relay_plan(connector, needed, f"{start} to {where}", planned, as_json=as_json)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
-    with shown_progress(str(start)) as progress:
-        result = move(
-            connector, approval, start, ends, settings, via=way, upload=upload, progress=progress, notice=_say
+    if server() is not None:
+        result = _as_run(
+            source, destinations, settings, via=way, upload=upload, max_bytes=size(max_bytes), hosts=hosts
         )
+    else:
+        # a server of its own would take longer to start than most relays take
+        with shown_progress(str(start)) as progress:
+            result = move(
+                connector, approval, start, ends, settings, via=way, upload=upload, progress=progress, notice=_say
+            )
     if as_json:
         typer.echo(json.dumps({"destinations": list(map(str, ends)), **_as_json(result)}))
     else:
         _show(result, where)
+
+
+def _as_run(source: str, destinations: list[str], settings: Settings, **options: Any) -> RelayResult:
+    """The same as a flow run, where a Prefect server is there to keep its history."""
+    configure_prefect()
+    from flows.relay_checkpoint import relay_checkpoint
+
+    return relay_checkpoint(source, destinations, settings, **options)
 
 
 def _say(text: str) -> None:

@@ -57,6 +57,11 @@ def home() -> Path:
     return Path(named) if named else state_dir() / "prefect"
 
 
+def server() -> str | None:
+    """The API that runs go to; None where an embedded server would have to be started for them."""
+    return os.environ.get("PREFECT_API_URL") or serving()
+
+
 def serving() -> str | None:
     """The API of the ``dflash-ops serve`` that runs over this state folder; None when none does."""
     try:

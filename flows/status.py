@@ -4,7 +4,6 @@ Everything here comes from files of this machine but the queue, which a server t
 """
 
 import json
-import os
 import time
 import urllib.request
 from collections.abc import Callable
@@ -13,7 +12,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.prefect_home import serving
+from flows.prefect_home import server
 from tasks.actions import ReadGrant
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit
@@ -118,7 +117,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
         time=now,
         hosts=hosts(inventory, watches, ended),
         watches=watches,
-        queue=queue(os.environ.get("PREFECT_API_URL") or serving(), now),
+        queue=queue(server(), now),
         checkpoints={suite: {str(state): n for state, n in ledger.counts(suite).items()} for suite in suites},
         numbers=[_number(ledger, attempt) for attempt in ended if attempt.state != "superseded"][:NUMBERS],
         grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
