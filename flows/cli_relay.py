@@ -92,9 +92,7 @@ def relay(
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
     if server() is not None:
-        result = _as_run(
-            source, destinations, settings, via=way, upload=upload, max_bytes=size(max_bytes), hosts=hosts
-        )
+        result = _as_run(source, destinations, settings, via=way, upload=upload, max_bytes=size(max_bytes), hosts=hosts)
     else:
         # a server of its own would take longer to start than most relays take
         with shown_progress(str(start)) as progress:
@@ -112,7 +110,8 @@ def _as_run(source: str, destinations: list[str], settings: Settings, **options:
     configure_prefect()
     from flows.relay_checkpoint import relay_checkpoint
 
-    return relay_checkpoint(source, destinations, settings, **options)
+    result: RelayResult = relay_checkpoint(source, destinations, settings, **options)
+    return result
 
 
 def _say(text: str) -> None:

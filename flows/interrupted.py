@@ -1,7 +1,7 @@
 """Runs that a process of this machine ran and runs no more: after a crash, and when ``dflash-ops serve`` is ended.
 
-The process of a run carries its id in its environment. Where none does, the run ends in the state :data:`STATE`, which says
-nothing about what it was for: whoever waits for that starts it again, and finds the job that it had launched.
+The process of a run carries its id in its environment. Where none does, the run ends in the state :data:`STATE`, which
+says nothing about what it was for: whoever waits for that starts it again, and finds the job that it had launched.
 """
 
 import os
