@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from dflash.errors import DFlashError
 from tasks.approvals import Approval
-from tasks.errors import HostBusy
+from tasks.errors import HostBusy, Refused
 from tasks.inventory import Location
 from tasks.ledger import Ledger, LedgerError, Seen, Watch
 from tasks.looking import Look, Memory
@@ -93,7 +93,7 @@ class Watcher:
             self._memory = None
             raise
         except (DFlashError, OSError) as error:
-            kept_from = error
+            kept_from = self._reason(error, approval)
         away = kept_from is not None and not isinstance(kept_from, GrantEndedError | WatchNotApprovedError)
         self._failures = self._failures + 1 if away else 0
         stopped = self._hand_on(now, begin=kept_from is None or isinstance(kept_from, HostBusy))
@@ -108,6 +108,15 @@ class Watcher:
         )
         self._tell(watch, approval, now)
         return watch
+
+    def _reason(self, failure: DFlashError | OSError, approval: Approval | None) -> DFlashError | OSError:
+        """``failure``, or that the approval has ended, when the host refused it in the middle of a look."""
+        if approval is not None and isinstance(failure, Refused):
+            try:
+                self._around.admit(approval.id)
+            except (GrantEndedError, WatchNotApprovedError) as ended:
+                return ended
+        return failure
 
     def _remembered(self) -> Memory:
         if self._memory is None:

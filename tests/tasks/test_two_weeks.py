@@ -128,7 +128,7 @@ def test_whatever_happens_every_checkpoint_gets_what_is_due_to_it() -> None:
     with machine(minutes=17) as weeks:
         run_state_machine_as_test(
             weeks,
-            settings=settings(BASE, max_examples=6, stateful_step_count=18, derandomize=True, phases=(Phase.generate,)),
+            settings=settings(BASE, max_examples=5, stateful_step_count=15, derandomize=True, phases=(Phase.generate,)),
         )
 
 
