@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dflash.errors import DFlashError, UsageError
+from dflash.gpu_memory import free_outside
 from dflash.memory import free_bytes, show_bytes
 
 LEAST_BYTES = 1 << 30
@@ -75,7 +76,7 @@ def shared(share: Share, device: torch.device, *, any_gpu: bool, say: Callable[[
     memory, in the block too, and :class:`LockError`.
     """
     names = _candidates(device, any_gpu, torch.cuda)
-    with _turn(share, names, lambda: by_free_memory(names, free_bytes), say) as name:
+    with _turn(share, names, lambda: emptiest_first(names, torch.cuda), say) as name:
         chosen = torch.device(name)
         try:
             claim(share, chosen, torch.cuda)
@@ -87,9 +88,16 @@ def shared(share: Share, device: torch.device, *, any_gpu: bool, say: Callable[[
             ) from error
 
 
-def by_free_memory(names: Sequence[str], free: Callable[[str], int]) -> list[str]:
-    """The devices, the one with the most free memory first; of equal ones the first stays first."""
-    return sorted(names, key=free, reverse=True)
+def emptiest_first(names: Sequence[str], cuda: Any, library: Any = None) -> list[str]:
+    """The devices, the one with the most free memory first; in their own order where that cannot be told from outside.
+
+    ``library`` is NVIDIA's management library where it is not the one of this machine.
+    """
+    if len(names) < 2:
+        return list(names)
+    free = free_outside([str(cuda.get_device_properties(torch.device(name)).uuid) for name in names], library)
+    order = dict(zip(names, free or [0] * len(names), strict=True))
+    return sorted(names, key=lambda name: order[name], reverse=True)
 
 
 def claim(share: Share, device: torch.device, cuda: Any) -> None:

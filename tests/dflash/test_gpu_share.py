@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +19,8 @@ from dflash.beside_others import settled, weight_bytes
 from dflash.cli import app
 from dflash.errors import DFlashError, UsageError
 from dflash.failure import DISK_FULL, Failure, parse_failure, told
-from dflash.gpu_share import GpuBusyError, GpuMemoryError, LockError, Share, by_free_memory, claim, shared
+from dflash.gpu_memory import free_outside
+from dflash.gpu_share import GpuBusyError, GpuMemoryError, LockError, Share, claim, emptiest_first, shared
 from dflash.kernels import KernelError
 from dflash.latency import ServedModelSlowError
 from dflash.request import Request
@@ -98,8 +100,46 @@ def test_a_gpu_without_room_beside_the_reserve_is_refused_and_nothing_is_set(cud
     assert cuda.fractions == {}
 
 
-def test_the_emptiest_gpu_that_nobody_uses_is_taken(cuda: FakeCuda, tmp_path: Path) -> None:
-    assert by_free_memory(["cuda:0", "cuda:1"], memory.free_bytes) == ["cuda:1", "cuda:0"]
+class FakeNvml:
+    """NVIDIA's management library with two GPUs of 6 and 11 GiB free; functions write where they are pointed to."""
+
+    def __init__(self, free: dict[str, int]) -> None:
+        self.free = free
+        self.open = 0
+
+    def nvmlInit_v2(self) -> int:
+        self.open += 1
+        return 0
+
+    def nvmlShutdown(self) -> int:
+        self.open -= 1
+        return 0
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: bytes, device: Any) -> int:
+        names = list(self.free)
+        if uuid.decode() not in names:
+            return 6  # NVML_ERROR_NOT_FOUND
+        device._obj.value = 1 + names.index(uuid.decode())
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, device: Any, found: Any) -> int:
+        found._obj.free = list(self.free.values())[device.value - 1]
+        return 0
+
+
+def test_the_emptiest_gpu_comes_first_and_none_is_touched_to_find_out(cuda: FakeCuda) -> None:
+    nvml = FakeNvml({"GPU-0000-0": 6 * GIB, "GPU-0000-1": 11 * GIB})
+    assert free_outside(["0000-1", "GPU-0000-0"], nvml) == [11 * GIB, 6 * GIB]
+    assert emptiest_first(["cuda:0", "cuda:1"], cuda, nvml) == ["cuda:1", "cuda:0"]
+    assert nvml.open == 0
+    # a GPU that it does not know, or no such library: they keep their order
+    assert free_outside(["0000-0", "0000-7"], nvml) is None
+    assert emptiest_first(["cuda:0", "cuda:1"], cuda, FakeNvml({})) == ["cuda:0", "cuda:1"]
+    assert emptiest_first(["cuda:0", "cuda:1"], cuda, object()) == ["cuda:0", "cuda:1"]
+
+
+def test_a_gpu_that_nobody_uses_is_taken(cuda: FakeCuda, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_share, "free_outside", lambda uuids, library: [6 * GIB, 11 * GIB])
     share = Share(locks=tmp_path)
     with shared(share, torch.device("cuda"), any_gpu=True, say=silent) as first:
         with shared(share, torch.device("cuda"), any_gpu=True, say=silent) as second:
