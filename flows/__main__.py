@@ -1,8 +1,12 @@
 """Entry point of ``dflash-ops``. What takes long to import comes after Ctrl-C means a line and not a traceback."""
 
 import sys
+from typing import TYPE_CHECKING
 
 from dflash.errors import run_cli
+
+if TYPE_CHECKING:
+    import typer
 
 
 def main() -> None:
@@ -12,11 +16,26 @@ def main() -> None:
 
 def _run() -> None:
     from dflash.command_line import with_common_options
-    from flows.cli import app
     from flows.terminal import COMMAND_LINE
 
     COMMAND_LINE.set(tuple(sys.argv[1:]))
-    with_common_options(app)(prog_name="dflash-ops")
+    with_common_options(_app())(prog_name="dflash-ops")
+
+
+def _app() -> "typer.Typer":
+    """All commands; for ``status`` that one alone, for it is asked again and again and needs little of the others."""
+    if sys.argv[1:2] != ["status"]:
+        from flows.cli import app
+
+        return app
+    import typer
+
+    from flows.cli_status import status
+
+    quick = typer.Typer(pretty_exceptions_enable=False)
+    quick.callback()(lambda: None)
+    quick.command()(status)
+    return quick
 
 
 if __name__ == "__main__":
