@@ -3,13 +3,15 @@
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tasks import process
 from tests.flows.stage import STOP_SECONDS, Stage, staged, wait_until
-from tests.prefect_api import Server, ask
+from tests.prefect_api import REPOSITORY, Server, ask
 from tests.sshds import Site
 
 pytestmark = pytest.mark.timeout(600)  # a Prefect server takes minutes to start on a machine that has much to do
@@ -100,3 +102,44 @@ def test_what_ran_when_it_was_ended_is_taken_up_again_and_measured_once(
     assert evaluations.begun(stage) == 1
     wait_until(lambda: runs(stage.api)[0][1] == "COMPLETED", EVALUATED)
     assert len(runs(stage.api)) == 1
+
+
+@pytest.mark.slow
+def test_without_the_servers_database_the_ledger_knows_what_is_due(stage: Stage) -> None:
+    first = stage.serve()
+    stage.save(100)
+    wait_until(stage.results, EVALUATED)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(STOP_SECONDS) == 0, stage.log
+    for file in (stage.state / "prefect").glob("prefect.db*"):
+        file.unlink()
+    stage.save(200)
+    stage.serve()
+    wait_until(lambda: len(stage.results()) == 2, EVALUATED)
+    found = {seen.step: stage.ledger.attempts(seen.identity) for seen in stage.ledger.checkpoints()}
+    assert {step: [(one.number, one.state) for one in attempts] for step, attempts in found.items()} == {
+        100: [(1, "evaluated")],
+        200: [(1, "evaluated")],
+    }
+    wait_until(lambda: [run[1] for run in runs(stage.api)] == ["COMPLETED"], EVALUATED)
+
+
+@pytest.mark.slow
+def test_an_event_starts_the_evaluation_where_it_is_to_and_nothing_else_does(stage: Stage) -> None:
+    stage.serve("--by-event")
+    stage.save(100)
+    wait_until(stage.results, EVALUATED)
+    wait_until(lambda: [run[1] for run in runs(stage.api)] == ["COMPLETED"], EVALUATED)
+    (run,) = (one for one in ask(stage.api, "flow_runs/filter", {}) if one["state_type"] == "COMPLETED")
+    assert run["created_by"]["type"] == "AUTOMATION"
+    (attempt,) = stage.ledger.attempts()
+    assert (attempt.number, attempt.state, attempt.flow_run) == (1, "evaluated", run["id"])
+
+
+@pytest.mark.slow
+def test_a_second_serve_over_the_same_state_folder_is_refused(stage: Stage) -> None:
+    stage.serve()
+    argv = [sys.executable, "-m", "flows", "serve", "--prompts", str(stage.prompts)]
+    second = process.run(argv, env=stage.environment, cwd=REPOSITORY, check=False, timeout=120)
+    assert second.returncode == 1
+    assert f"another dflash-ops serve runs over {stage.state} already ({stage.api})" in second.stderr
