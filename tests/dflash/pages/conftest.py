@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from tests.dflash.pages.browsing import Browser, why_no_browser
 from tests.tiny import Pair
 
-NOISE = {100: 0.06, 200: 0.03, 400: 0.0}
+NOISE = {100: 0.06, 400: 0.02}
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def measured(tiny_hybrid: Pair, tmp_path_factory: pytest.TempPathFactory) -> Mea
             reference=tiny_hybrid.drafter,
             prompts=tiny_hybrid.prompts,
             output=folder / f"step_{step}",
-            max_new_tokens=40,
-            num_prompts=4,
+            max_new_tokens=32,
+            num_prompts=3,
             device="cpu",
             kernel="torch",
             cache=folder / "cache",

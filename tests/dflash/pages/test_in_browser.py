@@ -175,7 +175,7 @@ def test_no_page_is_wider_than_its_window_or_leaves_text_hard_to_read(
     browser.resize(width)
     browser.dark(dark)
     browser.open(measured.folder / f"step_{STEP}" / "report.html", "#walk-0")
-    assert browser.js("document.documentElement.scrollWidth") == width
+    assert browser.js("document.documentElement.scrollWidth") <= width
     assert browser.js("document.querySelectorAll('.round').length") > 0, "the address opens the prompt that it names"
     browser.screenshot(f"report-{width}-{'dark' if dark else 'light'}")
     hard = browser.js(CONTRAST)
@@ -221,9 +221,9 @@ def test_the_trend_says_what_the_reports_say(browser: Browser, measured: Measure
     trend = read_trend(measured.folder)
     write_page(measured.folder / "trend.html", trend_page(trend, "tiny"))
     browser.open(measured.folder / "trend.html")
-    reports = {step: measured.report(step) for step in (400, 200, 100)}
+    reports = {step: measured.report(step) for step in (400, 100)}
     rows = browser.table("#series-0 div.panel:has(h3)")
-    assert [row[0] for row in rows] == ["400", "200", "100"]
+    assert [row[0] for row in rows] == ["400", "100"]
     assert [row[2] for row in rows] == [shown(one["metrics"]["tau"]["pooled"]) for one in reports.values()]
     assert [row[4] for row in rows] == [shown(one["reference_metrics"]["tau"]["pooled"]) for one in reports.values()]
     best = max(reports, key=lambda step: reports[step]["metrics"]["tau"]["pooled"])
@@ -239,24 +239,18 @@ def test_the_trend_says_what_the_reports_say(browser: Browser, measured: Measure
 
 
 def test_the_comparison_says_what_the_reports_say(browser: Browser, measured: Measured, tmp_path) -> None:
-    steps = (400, 200, 100)
-    raw = [measured.report(step) for step in steps]
-    read = [read_report(measured.folder / f"step_{step}" / "report.json") for step in steps]
-    write_page(tmp_path / "comparison.html", comparison_page(read))
+    raw = [measured.report(step) for step in (400, 100)]
+    paths = [measured.folder / f"step_{step}" / "report.json" for step in (400, 100)]
+    write_page(tmp_path / "comparison.html", comparison_page([read_report(path) for path in paths]))
     browser.open(tmp_path / "comparison.html")
-    taus = [one["metrics"]["tau"]["pooled"] for one in raw]
-    for place, letter in ((1, "B"), (2, "C")):
-        assert browser.text(f"#difference-{letter}").startswith(f"{shown(taus[0] - taus[place], sign='+')} [")
-        ours = {one["id"]: one["tau"] for one in raw[0]["prompts"]}
-        theirs = {one["id"]: one["tau"] for one in raw[place]["prompts"]}
-        order = sorted(ours, key=lambda id: theirs[id] - ours[id])
-        assert browser.texts(f"#against-{letter} .prompts .tau") == [
-            shown(ours[id] - theirs[id], sign="+") for id in order
-        ]
-        won = sum(ours[id] > theirs[id] for id in ours)
-        assert f"A is ahead on {won} prompts" in browser.text(f"#against-{letter} > .lead")
-    pairs = browser.table("#pairs")
-    assert pairs[2][1].startswith(shown(taus[2] - taus[0], sign="+"))
+    difference = raw[0]["metrics"]["tau"]["pooled"] - raw[1]["metrics"]["tau"]["pooled"]
+    assert browser.text("#difference-B").startswith(f"{shown(difference, sign='+')} [")
+    ours, theirs = ({one["id"]: one["tau"] for one in report["prompts"]} for report in raw)
+    order = sorted(ours, key=lambda id: theirs[id] - ours[id])
+    expected = [shown(ours[id] - theirs[id], sign="+") for id in order]
+    assert browser.texts("#against-B .prompts .tau") == expected
+    won = sum(ours[id] > theirs[id] for id in ours)
+    assert f"A is ahead on {won} prompts" in browser.text("#against-B > .lead")
     browser.do("document.querySelector('#against-B .prompts button').click()")
     assert browser.js("document.querySelector('#against-B .plain').textContent") in [
         one["text"] for one in raw[0]["prompts"]
@@ -298,6 +292,7 @@ def test_a_script_that_got_in_all_the_same_would_not_run(browser: Browser, tmp_p
     assert "img-src" in refused
 
 
+@pytest.mark.slow
 def test_ten_thousand_rounds_open_some_at_a_time(browser: Browser, tmp_path) -> None:
     report, rounds = made({"long": words(45_100)})
     assert len(rounds) > 10_000
