@@ -2,6 +2,8 @@
 
 import json
 import os
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from tasks.inventory import Host
 from tasks.jobs import JobError, JobStatus, judge
 from tasks.process import birth
 from tasks.ssh import ConnectionFailed
-from tests.sshds import Operator, Site
+from tests.gate_talk import wait_for
+from tests.sshds import Operator, Site, another_sshd
 
 NOW = 1_800_000_000.0
 KNOWN = JobStatus("night", "running", pid=41, started=NOW - 1000)
@@ -238,3 +241,39 @@ def test_a_growing_log_is_read_under_an_approval(site: Site, tmp_path: Path) -> 
     assert again == approval
     (rest,) = jobs.logs(operator.connector, operator.train, again, "night", offset=4_000_000)
     assert set(rest.split(b"more")) == {b""}
+
+
+@pytest.mark.slow
+def test_a_log_is_followed_over_an_sshd_that_dies_and_comes_back(site: Site, tmp_path: Path) -> None:
+    folder = tmp_path / "jobs" / "night"
+    folder.mkdir(parents=True)
+    living = process.start(["sleep", "300"], start_new_session=True)
+    (folder / "job.json").write_text(json.dumps(about(living.pid)))
+    log, taken, kills = folder / "output.log", bytearray(), 0
+    log.touch()
+    with another_sshd(site, "follow", "127.1.230.77") as sshd, ThreadPoolExecutor(1) as pool:
+        operator = site.operator(
+            tmp_path / "operator",
+            other=site.ordinary_entry(sshd, host_keys=list(sshd.host_keys), jobs=str(tmp_path / "jobs")),
+        )
+        host = operator.inventory.host("other")
+        following = pool.submit(
+            jobs.follow, operator.connector, host, None, "night", taken.extend, poll=0.05, patience=120
+        )
+        try:
+            for number in range(400):
+                with log.open("ab") as file:
+                    file.write(b"%d\n" % number)
+                if number in (100, 200, 300):
+                    wait_for(lambda seen=bytes(b"%d\n" % (number - 20)): seen in taken, seconds=120)
+                    sshd.crash()
+                    time.sleep(0.5)
+                    sshd.restart()
+                    kills += 1
+        finally:
+            living.kill()
+            living.wait()
+            (folder / "exit").write_text(json.dumps({"exit": 0, "ended": NOW}))
+        found = following.result(timeout=200)
+    assert (kills, found.state, found.exit) == (3, "exited", 0)
+    assert bytes(taken) == log.read_bytes()
