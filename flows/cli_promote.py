@@ -19,7 +19,7 @@ from tasks import confirmation, promotion
 from tasks.actions import escape
 from tasks.evaluation import Suite, inference_host, plan_evaluation
 from tasks.ledger import Ledger, Seen
-from tasks.nights import PROMOTED
+from tasks.nights import EXPORTED, PROMOTED
 from tasks.promotion import Links, Place
 from tasks.ssh import Connector
 from tasks.state import state_dir
@@ -118,6 +118,10 @@ def _promote(asked: _Promotion, checkpoint: Seen, yes: bool) -> tuple[Links, int
         _ask(f"promote step {checkpoint.step} to {asked.place.host.name}:{asked.place.link}?", yes)
         known = confirmation.weights_of(asked.connector.audit, asked.place.host, directory.name)
         weights = promotion.export(asked.connector, asked.place, report, directory, known=known)
+        if weights != known:
+            about = {"identity": checkpoint.identity, "directory": directory.name, "weights": weights}
+            asked.connector.audit.append(EXPORTED, host=asked.place.host.name, **about)
+        promotion.require_loads(asked.connector, asked.place, report, directory)
         # before the effect: a promotion that is not on record has not happened
         asked.connector.audit.append(
             PROMOTED,
@@ -125,7 +129,6 @@ def _promote(asked: _Promotion, checkpoint: Seen, yes: bool) -> tuple[Links, int
             identity=checkpoint.identity,
             step=checkpoint.step,
             directory=directory.name,
-            weights=weights,
             before=before.current,
             prompts=prompts_sha256,
             shown=line,

@@ -12,7 +12,7 @@ from tasks.audit import Audit, select
 from tasks.evaluation import Suite
 from tasks.inventory import Host
 from tasks.ledger import Ledger, Seen
-from tasks.nights import NIGHTLY_PROMPTS, PROMOTED, PROMOTION_PROMPTS, SpentSuiteError, shipped
+from tasks.nights import EXPORTED, NIGHTLY_PROMPTS, PROMOTED, PROMOTION_PROMPTS, SpentSuiteError, shipped
 from tasks.promotion import PromotionError
 
 
@@ -112,8 +112,8 @@ def measured_on(ledger: Ledger, checkpoint: Seen, suite: str, host: Host) -> Rep
 
 
 def weights_of(audit: Audit, host: Host, directory: str) -> str | None:
-    """The sha256 of the weights that a promotion wrote to ``directory`` on ``host``; None when none did."""
-    for entry in reversed(select(audit.entries(), event=PROMOTED, host=host.name)):
+    """The sha256 of the weights that were exported to ``directory`` on ``host``; None when none were."""
+    for entry in reversed(select(audit.entries(), event=EXPORTED, host=host.name)):
         if entry.get("directory") == directory:
             return str(entry.get("weights"))
     return None

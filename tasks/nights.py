@@ -30,6 +30,8 @@ from tasks.watch import source_of
 
 NIGHTLY_PROMPTS = "nightly.jsonl"
 PROMOTION_PROMPTS = "promotion.jsonl"
+EXPORTED = "export"
+"""The audit log's event of a drafter that was written on a host to be served."""
 PROMOTED = "promotion"
 """The audit log's event of a promotion; it names the prompts that confirmed it."""
 

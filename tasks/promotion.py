@@ -124,10 +124,10 @@ def export_argv(place: Place, report: Report, directory: PurePosixPath) -> tuple
 def export(
     connector: Connector, place: Place, report: Report, directory: PurePosixPath, *, known: str | None = None
 ) -> str:
-    """Export the very drafter that ``report`` measured, and have it read again as an evaluation would.
+    """Export the very drafter that ``report`` measured; the sha256 of the weights that were written.
 
-    Returns the sha256 of its weights. A directory that is there already is kept when its weights are those that an
-    earlier promotion wrote (``known``). Raises :class:`PromotionError`; the link is as it was then.
+    A directory that is there already is kept when its weights are those that an
+    earlier export wrote (``known``). Raises :class:`PromotionError`; the link is as it was then.
     """
     host = place.host
     if _is_there(connector, host, directory):
@@ -147,13 +147,17 @@ def export(
                 f"again, and remove {directory}"
             )
         weights = next((file.sha256 for file in exported.files if file.name == WEIGHTS), "")
-    inspected = _inspected(connector, host, directory)
+    return weights
+
+
+def require_loads(connector: Connector, place: Place, report: Report, directory: PurePosixPath) -> None:
+    """Have what lies in ``directory`` read as an evaluation would. Raises :class:`PromotionError` for any fault."""
+    inspected = _inspected(connector, place.host, directory)
     if inspected.get("step") not in (None, report.checkpoint.step):
         raise PromotionError(
-            f"{host.name}:{directory} is of step {inspected['step']}, not {report.checkpoint.step}; remove it and "
-            "promote again"
+            f"{place.host.name}:{directory} is of step {inspected['step']}, not {report.checkpoint.step}; remove it "
+            "and promote again"
         )
-    return weights
 
 
 def block_size(connector: Connector, place: Place) -> int:
@@ -183,7 +187,7 @@ def _require_known(connector: Connector, host: Host, directory: PurePosixPath, k
     found = out.split(b" ")[0].decode("ascii", "replace")
     if status or known is None or found != known:
         raise PromotionError(
-            f"{host.name}:{directory} is there already and is not what an earlier promotion wrote: move it away and "
+            f"{host.name}:{directory} is there already and is not what an earlier export wrote: move it away and "
             "promote again"
         )
     return found

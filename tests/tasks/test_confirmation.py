@@ -143,7 +143,8 @@ def test_what_is_served_is_known_by_the_record_of_promotions(ledger: Ledger, tmp
     host, audit = known.inventory.host("ct129"), Audit(tmp_path / "audit.jsonl")
     seen = see(ledger, 1, "id1")
     assert served_checkpoint(audit, ledger, host, "d1") is None
-    audit.append("promotion", host="ct129", directory="d1", identity="id1", weights="w1")
+    audit.append("export", host="ct129", directory="d1", identity="id1", weights="w1")
+    audit.append("promotion", host="ct129", directory="d1", identity="id1")
     assert served_checkpoint(audit, ledger, host, "d1") == seen
     assert served_checkpoint(audit, ledger, host, None) is None
     assert (weights_of(audit, host, "d1"), weights_of(audit, host, "d2")) == ("w1", None)
