@@ -34,6 +34,7 @@ _STYLE = {
     "grid.color": "#e6e8eb",
     "legend.frameon": False,
     "legend.fontsize": 8,
+    "svg.fonttype": "none",  # words stay words, for those who search or listen
     "svg.hashsalt": "dflash",
     "text.parse_math": False,  # names are names, whatever dollars they hold
 }
