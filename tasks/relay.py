@@ -35,6 +35,10 @@ from tasks.transfer import Pace, Progress
 
 FILE_BYTES, FILE_SESSIONS = 40 * 10**9, 16
 """What is asked for by each source: to read a checkpoint of 17 GB, and once more if the first try breaks."""
+FILE_SUFFIXES = (
+    *(".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".gguf", ".npy", ".npz", ".parquet", ".json", ".jsonl", ".csv"),
+    *(".txt", ".log", ".md", ".yaml", ".yml", ".toml", ".zip", ".tar", ".gz", ".tgz", ".zst", ".xz", ".whl"),
+)
 WINDOW_BYTES = 2 << 20
 """OpenSSH's channel window: what one stream has under way at most, whatever the link could carry."""
 MOST_STREAMS = 8
@@ -142,10 +146,10 @@ def plan_relay(sources: Sequence[Location], effect: str, *, max_bytes: int = FIL
     """What must be approved before ``sources`` may be read; None when their host is not protected.
 
     What a source is cannot be known before the gate may say it, so its name decides what is asked for: one with a
-    suffix is a file, with the ``config.json`` beside it, any other a directory; several directories ask for the folder
-    they are all in. ``max_bytes`` is for each source. The plan of several covers that of each. Raises
-    :class:`UsageError` when they are not on one host, when they are too many, and when no folder holds directories of
-    them that holds little else.
+    file's suffix is a file, with the ``config.json`` beside it, any other a directory; several directories ask for the
+    folder they are all in. ``max_bytes`` is for each source. The plan of several covers that of each. Raises
+    :class:`UsageError` when they are not on one host, when they are too many, and when directories of them have no
+    folder in common that holds little else.
     """
     hosts = {source.host for source in sources}
     if len(hosts) != 1:
@@ -185,8 +189,8 @@ def _folder_of_all(paths: Sequence[str], host: Host) -> str:
 
 
 def is_file_name(path: str) -> bool:
-    """Whether ``path`` is asked for as one file: its name has a suffix."""
-    return bool(os.path.splitext(path)[1])
+    """Whether ``path`` is asked for as one file: its name ends as a file's; a model's may hold a dot as well."""
+    return os.path.splitext(path)[1].lower() in FILE_SUFFIXES
 
 
 def relay(

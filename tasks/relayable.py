@@ -35,7 +35,14 @@ def look(
     if found.kind == "file" and what == "all":
         _require_whole_file(reader, source, relayable(reader, source, found))
         return found
+    approval = reader.approval
+    if found.kind == "directory" and approval is not None and "list" not in approval.grant.verbs:
+        raise SourceError(
+            f"{escape(str(source))} is a directory, and only a file was asked for, as its name says: rename it, or "
+            "relay its files one by one"
+        )
     selection = select(place, what=what, dtype=dtype, output=output)
+    _require_budget(reader, source, selection.moved_bytes - selection.planned)
     if what == "all" and place.left_out:
         raise SourceError(
             f"{escape(str(source))} holds {escape(place.left_out[0])}, which is no file, and no link to one that may "
@@ -55,13 +62,18 @@ def relayable(reader: Reader, source: Location, found: Stat) -> Stat:
         raise SourceError(f"{name} is {kind}: name one file")
     if not found.size:
         raise SourceError(f"{name} is empty: relay it when it has been written")
-    approval = reader.approval
-    if approval is not None and found.size > approval.grant.bytes:
-        raise SourceError(
-            f"{name} has {show_size(found.size)}, but {show_size(approval.grant.bytes)} were asked for: "
-            f"ask for more with --max-bytes {show_size(found.size * 11 // 10).replace(' ', '')}"
-        )
+    _require_budget(reader, source, found.size)
     return found
+
+
+def _require_budget(reader: Reader, source: Location, count: int) -> None:
+    """Raise :class:`SourceError` when so many bytes were never asked for."""
+    approval = reader.approval
+    if approval is not None and count > approval.grant.bytes:
+        raise SourceError(
+            f"{escape(str(source))} has {show_size(count)}, but {show_size(approval.grant.bytes)} were asked for: "
+            f"ask for more with --max-bytes {show_size(count * 11 // 10).replace(' ', '')}"
+        )
 
 
 def _require_whole_file(reader: Reader, source: Location, found: Stat) -> None:

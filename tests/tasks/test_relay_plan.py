@@ -5,7 +5,7 @@ import pytest
 from dflash.errors import UsageError
 from tasks.contents import LEAST_BYTES, RANGE_BYTES
 from tasks.inventory import Location
-from tasks.relay import plan_relay, spans_of, stream_count
+from tasks.relay import is_file_name, plan_relay, spans_of, stream_count
 from tests.sshds import Operator
 
 CHECKPOINTS = "/data/checkpoints"
@@ -30,6 +30,22 @@ def test_directories_are_asked_for_with_the_folder_that_holds_them(
     assert plan is not None
     assert plan.grant is not None
     assert plan.grant.root == root
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("step_1.pt", True),
+        ("model.SafeTensors", True),
+        ("step_1", False),
+        ("Qwen3.6-27B-DFlash", False),
+        ("run.v2", False),
+        ("step_1.5", False),
+        (".pt", False),
+    ],
+)
+def test_dot_in_the_name_of_a_model_makes_it_no_file(name: str, file: bool) -> None:
+    assert is_file_name(f"/data/a.pt/{name}") is file
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from tasks.inventory import Location
 from tasks.relay import RelayResult, Settings, estimate, plan_relay, relay
 from tasks.relayable import look
 from tasks.selection import What
-from tasks.transfer import SourceChangedError
+from tasks.transfer import Receiver, SourceChangedError
 from tests.sshds import Operator
 from tests.tasks.selections import adam, assert_equal, weights
 
@@ -68,6 +69,46 @@ def test_only_the_drafter_leaves_a_protected_host(operator: Operator, checkpoint
     (end,) = operator.events("end")
     assert tensors <= end["bytes"] < tensors + 300_000 < 0.5 * checkpoint.stat().st_size
     assert (result.what, result.moved) == ("drafter", result.bytes)
+
+
+def test_directory_with_the_name_of_a_file_is_no_refusal_of_the_gate(operator: Operator, tmp_path: Path) -> None:
+    made = step(tmp_path)
+    made.rename(tmp_path / "step_9.pt")
+    plan = plan_relay([Location(operator.train, str(tmp_path / "step_9.pt"))], "it is read")
+    assert plan is not None
+    approval = operator.store.approve(operator.store.request(plan).id, reason="test", ca_key=operator.site.ca_key).read
+    with pytest.raises(SourceError, match="is a directory, and only a file was asked for"):
+        relay(operator.connector, approval, Location(operator.train, str(tmp_path / "step_9.pt")), here(tmp_path / "x"))
+
+
+def test_more_than_was_asked_for_is_said_before_a_byte(operator: Operator, checkpoint: Path, tmp_path: Path) -> None:
+    source = Location(operator.train, str(checkpoint))
+    plan = plan_relay([source], "it is read", max_bytes=500_000)
+    assert plan is not None
+    approval = operator.store.approve(operator.store.request(plan).id, reason="test", ca_key=operator.site.ca_key).read
+    with pytest.raises(SourceError, match=r"500 kB were asked for: ask for more with --max-bytes 1\.9"):
+        relay(operator.connector, approval, source, here(tmp_path / "there"), Settings(what="drafter"))
+    assert not (tmp_path / "there").exists()
+
+
+def test_streams_tell_the_first_what_they_stored(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the destination takes the whole digest behind them."""
+    told: dict[str, list[Any]] = {}
+    begin = Receiver.begin
+
+    def noting(receiver: Receiver, offset: int, length: int, others: Any = ()) -> None:
+        told.setdefault(threading.current_thread().name, []).extend(others)
+        begin(receiver, offset, length, others)
+
+    monkeypatch.setattr(Receiver, "begin", noting)
+    monkeypatch.setattr("tasks.streams.UNCONFIRMED_BYTES", 1)
+    relay_here(checkpoint, tmp_path / "there.pt", "all", streams=2, range_bytes=100_000, bandwidth=1_500_000)
+    first, second = (told.pop(name) for name in (threading.current_thread().name, "stream 2"))
+    assert first
+    assert not second
+    assert (tmp_path / "there.pt").read_bytes() == checkpoint.read_bytes()
 
 
 def test_wanted_twice_moves_once(checkpoint: Path, tmp_path: Path) -> None:
