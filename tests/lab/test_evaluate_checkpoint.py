@@ -58,7 +58,7 @@ def server(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         running = process.start(command, env=environment, stdout=log, stderr=log, start_new_session=True)
     api = f"http://127.0.0.1:{port}/api"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 400
         while not healthy(api):
             assert running.poll() is None, (home / "server.log").read_text()
             assert time.monotonic() < deadline, "the Prefect server did not come up"

@@ -210,6 +210,7 @@ def test_a_host_that_stays_away_leaves_the_attempt_open_and_the_job_to_be_found(
     assert bench.there.starts() == {bench.job(): 1}
 
 
+@pytest.mark.slow
 def test_a_job_that_vanished_fails_its_attempt_and_the_next_one_is_made(bench: Bench) -> None:
     def power_cut(line: str) -> None:
         if line.endswith(bench.job(1)):
@@ -317,7 +318,7 @@ def test_two_hosts_share_a_queue_and_one_that_dies_loses_and_doubles_nothing(
     suffice. tests/flows/test_workers.py has the real queue."""
     (tmp_path / "state").mkdir()
     monkeypatch.setenv("DFLASH_STATE", str(tmp_path / "state"))
-    count = 4
+    count = 3
     with another_sshd(site, f"second-{tmp_path.name}", "127.1.230.173") as second:
         stands = {name: StandIn.make(tmp_path / name) for name in ("infer", "other")}
         entries = {"infer": stands["infer"].entry, "other": site.ordinary_entry(second, **stands["other"].entry)}
@@ -348,7 +349,7 @@ def test_two_hosts_share_a_queue_and_one_that_dies_loses_and_doubles_nothing(
         for thread in threads:
             thread.start()
         stands["infer"].let_go()
-        wait_until(lambda: len(done) >= 2 and len(stands["other"].starts()) == 1)
+        wait_until(lambda: len(done) >= 1 and len(stands["other"].starts()) == 1)
         second.crash()
         stands["other"].kill_jobs()
         wait_until(lambda: len(done) >= count - 1)
