@@ -9,7 +9,7 @@ JSON: ``folder`` (of the job), ``job``, ``code`` (paths to digest) and what else
   machine may end what a login leaves behind. Its process id is the same before and after;
 * ``launch.json`` says what was started: SETTINGS, and the digests of the code as it was at this moment;
 * when the gate's keeper dies, its work goes on here: the heart beats, and ``exit`` is written;
-* what the command leaves running ends with it, so that a job that is over holds no GPU.
+* what the command leaves running gets some seconds and is ended then, so that a job that is over holds no GPU.
 """
 
 from __future__ import annotations
@@ -90,15 +90,15 @@ def wait(child, folder, keeper):
 
 
 def end_others():
-    """Ask what is left below this process to end and, where it does not, kill it."""
-    deadline = time.monotonic() + LEAVING_SECONDS
-    told = set()
+    """Wait for what is left below this process, then ask it to end and, where it does not, kill it."""
+    began, told = time.monotonic(), set()
     while left := children():
-        late = time.monotonic() > deadline
-        for pid in left if late else left - told:
+        waited = time.monotonic() - began
+        late = waited > 2 * LEAVING_SECONDS
+        for pid in left if late else left - told if waited > LEAVING_SECONDS else ():
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL if late else signal.SIGTERM)
-        told |= left
+            told.add(pid)
         time.sleep(0.05)
         with contextlib.suppress(ChildProcessError):
             while os.waitpid(-1, os.WNOHANG)[0]:

@@ -20,6 +20,7 @@ from tasks.process import birth
 from tasks.ssh import ConnectionFailed
 from tests.gate_talk import wait_for
 from tests.sshds import Operator, Site, another_sshd
+from tests.tasks.test_client_enforcement import client_operator
 
 NOW = 1_800_000_000.0
 KNOWN = JobStatus("night", "running", pid=41, started=NOW - 1000)
@@ -219,11 +220,13 @@ def test_a_job_on_a_protected_host_is_followed_in_short_sessions(monkeypatch: py
     assert (stand_in.opened, stand_in.now) == (4, 30.0)
 
 
-def test_a_growing_log_is_read_under_an_approval(site: Site, tmp_path: Path) -> None:
+@pytest.mark.parametrize("enforcement", ["host", pytest.param("client", marks=pytest.mark.slow)])
+def test_a_growing_log_is_read_under_an_approval(site: Site, tmp_path: Path, enforcement: str) -> None:
     """What a job writes while it is read neither breaks the session nor ends the approval."""
     folder = tmp_path / "jobs" / "night"
     folder.mkdir(parents=True)
-    operator = site.operator(tmp_path / "operator", train={"jobs": str(tmp_path / "jobs")})
+    jobs_of, place = {"jobs": str(tmp_path / "jobs")}, tmp_path / "operator"
+    operator = site.operator(place, train=jobs_of) if enforcement == "host" else client_operator(site, place, **jobs_of)
     log = folder / "output.log"
     log.write_bytes(b"0123456789" * 400_000)
     (folder / "job.json").write_text(json.dumps(about(1)))

@@ -52,6 +52,11 @@ class Job:
         self.running.append(running)
         return running
 
+    def impatient(self, *, beat: float = 10.0, leaving: float = 10.0) -> None:
+        text, patience = self.program.read_text(), "BEAT_SECONDS, LEAVING_SECONDS = 10.0, 10.0"
+        assert text.count(patience) == 1
+        self.program.write_text(text.replace(patience, f"BEAT_SECONDS, LEAVING_SECONDS = {beat}, {leaving}"))
+
     def systemd(self, *, usable: bool = True, lingers: bool = True) -> Path:
         """Put a stand-in for ``systemd-run`` into PATH; the file that its calls are written to."""
         log = self.folder / "systemd.log"
@@ -128,17 +133,24 @@ def test_a_signal_is_the_commands_to_answer(job: Job, trap: str, status: int) ->
     assert ("saved" in job.log()) == (status == 3)
 
 
-def test_what_the_command_leaves_running_ends_with_the_job(job: Job) -> None:
+@pytest.mark.parametrize("trap", ["", "trap '' TERM; "], ids=["dies", "does not listen"])
+def test_what_the_command_leaves_running_ends_with_the_job(job: Job, trap: str) -> None:
+    job.impatient(leaving=0.2)
     # in a session of its own, as torchrun starts its workers
-    running = job.start("sh", "-c", "setsid sleep 300 & echo $! > pid.new; mv pid.new pid; exit 4")
+    left = f"{trap}echo $$ > pid.new; mv pid.new pid; while :; do sleep 0.05; done"
+    running = job.start("sh", "-c", 'setsid sh -c "$1" & while [ ! -e pid ]; do sleep 0.02; done; exit 4', "sh", left)
     assert running.wait(60) == 4
     assert ended(int((job.folder / "pid").read_text()))
 
 
+def test_what_the_command_leaves_for_a_moment_may_finish(job: Job) -> None:
+    running = job.start("sh", "-c", "setsid sh -c 'sleep 0.3; touch finished' & exit 4")
+    assert running.wait(60) == 4
+    assert (job.folder / "finished").exists()
+
+
 def test_when_the_keeper_is_gone_its_work_goes_on(job: Job) -> None:
-    text = job.program.read_text()
-    assert text.count("BEAT_SECONDS, LEAVING_SECONDS = 10.0, 10.0") == 1
-    job.program.write_text(text.replace("LEAVING_SECONDS = 10.0, 10.0", "LEAVING_SECONDS = 0.05, 10.0"))
+    job.impatient(beat=0.05)
     keeper = job.start(
         "sh", "-c", "echo $$ > pid.new; mv pid.new pid; while [ ! -e go ]; do sleep 0.02; done; exit 6",
         between=(sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"),
