@@ -143,8 +143,11 @@ def queue(api: str | None, now: float) -> Queue:
     if api is None:
         return Queue(None, "no dflash-ops serve runs over this state folder")
     try:
-        going = [_run(run) for run in _runs(api, GOING, "START_TIME_ASC")]
-        due = [_run(run) for run in _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")]
+        going = [_run(run, run["name"]) for run in _runs(api, GOING, "START_TIME_ASC")]
+        # a run gets its own name when it starts; until then it has that of its flow
+        flows = {flow["id"]: flow["name"] for flow in _ask(api, "flows/filter", {})}
+        scheduled = _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")
+        due = [_run(run, flows.get(run["flow_id"], run["name"])) for run in scheduled]
     except (OSError, ValueError) as error:
         return Queue(api, f"it does not answer ({getattr(error, 'reason', None) or error})")
     later = [run for run in due if run.since is not None and run.since > now]
@@ -152,19 +155,23 @@ def queue(api: str | None, now: float) -> Queue:
 
 
 def _runs(api: str, states: tuple[str, ...], sort: str) -> list[dict[str, Any]]:
-    question = {"flow_runs": {"state": {"type": {"any_": list(states)}}}, "sort": sort, "limit": RUNS}
+    states_of = {"flow_runs": {"state": {"type": {"any_": list(states)}}}}
+    return _ask(api, "flow_runs/filter", {**states_of, "sort": sort, "limit": RUNS})
+
+
+def _ask(api: str, what: str, question: dict[str, Any]) -> list[dict[str, Any]]:
     request = urllib.request.Request(  # noqa: S310 - http only, the server of PREFECT_API_URL
-        f"{api}/flow_runs/filter", json.dumps(question).encode(), {"Content-Type": "application/json"}
+        f"{api}/{what}", json.dumps(question).encode(), {"Content-Type": "application/json"}
     )
     with urllib.request.urlopen(request, timeout=API_SECONDS) as answer:  # noqa: S310
         found: list[dict[str, Any]] = json.load(answer)
     return found
 
 
-def _run(run: dict[str, Any]) -> RunRow:
+def _run(run: dict[str, Any], name: str) -> RunRow:
     when = run.get("start_time") or run.get("next_scheduled_start_time") or run.get("expected_start_time")
     since = None if when is None else datetime.fromisoformat(when).astimezone(UTC).timestamp()
-    return RunRow(str(run["name"]), str(run.get("state_name") or run.get("state_type")), since)
+    return RunRow(str(name), str(run.get("state_name") or run.get("state_type")), since)
 
 
 def _number(ledger: Ledger, attempt: Attempt) -> Number:

@@ -97,13 +97,16 @@ def server() -> Iterator[str]:
     class Answering(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            (kind,) = {"RUNNING" in asked["flow_runs"]["state"]["type"]["any_"]}
-            running = [{"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}]
-            due = [
-                {"name": name, "state_name": "Late", "next_scheduled_start_time": when}
-                for name, when in (("evaluate step_200", "2027-01-15T08:00:30Z"), ("night", "2027-01-16T02:30:00Z"))
-            ]
-            content = json.dumps(running if kind else due).encode()
+            if self.path.endswith("/flows/filter"):
+                found = [{"id": "1", "name": "evaluate-checkpoint"}, {"id": "2", "name": "nightly-comparison"}]
+            elif "RUNNING" in asked["flow_runs"]["state"]["type"]["any_"]:
+                found = [{"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}]
+            else:
+                found = [
+                    {"name": "a-b", "flow_id": flow, "state_name": "Late", "next_scheduled_start_time": when}
+                    for flow, when in (("1", "2027-01-15T08:00:30Z"), ("2", "2027-01-16T02:30:00Z"))
+                ]
+            content = json.dumps(found).encode()
             self.send_response(200)
             self.end_headers()
             self.wfile.write(content)
@@ -121,9 +124,9 @@ def server() -> Iterator[str]:
 def test_the_queue_tells_what_runs_from_what_is_due_and_what_comes_next(server: str) -> None:
     queue = status.queue(server, 1_800_000_060.0)  # 08:01:00 of that day
     assert [(run.name, run.state) for run in queue.going] == [("evaluate step_100", "Running")]
-    assert [run.name for run in queue.waiting] == ["evaluate step_200"]
+    assert [run.name for run in queue.waiting] == ["evaluate-checkpoint"]
     assert queue.next is not None
-    assert queue.next.name == "night"
+    assert queue.next.name == "nightly-comparison"
 
 
 def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
