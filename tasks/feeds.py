@@ -11,7 +11,7 @@ from tasks.contents import WholeFile
 from tasks.ends import Reader, open_reader
 from tasks.inventory import Location
 from tasks.object_store import ObjectPlace, ObjectStore
-from tasks.relayable import name_of_state, relayable
+from tasks.relayable import name_of_state, whole_file
 from tasks.ssh import Connector
 from tasks.transfer import Moved, SourceChangedError
 
@@ -97,8 +97,8 @@ class StoredFeed:
 def feed_of(connector: Connector, approval: Approval | None, source: Location) -> ReadFeed:
     """The file ``source`` of a host or of this machine; looking at it costs a session of ``approval``.
 
-    Raises :class:`~tasks.contents.SourceError` when it is not a file with something in it.
+    Raises as :func:`tasks.relayable.whole_file`.
     """
     with open_reader(connector, source, approval) as reader:
-        content = WholeFile(source, relayable(reader, source, reader.stat(source.path)))
+        content = WholeFile(source, whole_file(reader, source, reader.stat(source.path)))
     return ReadFeed(content, lambda: open_reader(connector, source, approval))

@@ -40,6 +40,9 @@ class Sidecar(BaseModel):
     sha256: Sha256
     etag: str
     ranges: tuple[tuple[Count, Count, Sha256], ...] = Field(min_length=1)
+    source: str = ""
+    identity: str = ""
+    crc32: Count = 0
 
 
 class Fetched(BaseModel):
@@ -73,7 +76,7 @@ def fetch_object(
     check_destination(destination)
     asked = settings or Settings()
     found = store.find(place.key)
-    sidecar = _sidecar(store, found)
+    sidecar = sidecar_of(store, found)
     if sidecar is not None:
         spans = [(offset, length) for offset, length, _ in sidecar.ranges]
     else:
@@ -187,7 +190,7 @@ class _Fetching:
             self._progress(self.stored, self._journal.size)
 
 
-def _sidecar(store: ObjectStore, found: StoredObject) -> Sidecar | None:
+def sidecar_of(store: ObjectStore, found: StoredObject) -> Sidecar | None:
     """What a relay noted of this very object; None where there is no such note, or of another one."""
     try:
         text = b"".join(store.read(found.key + SIDECAR))

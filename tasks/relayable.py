@@ -33,8 +33,7 @@ def look(
         raise SourceError(f"{escape(str(source))} is neither a file nor a directory: name one")
     place = ReadSource(reader, source)
     if found.kind == "file" and what == "all":
-        _require_whole_file(reader, source, relayable(reader, source, found))
-        return found
+        return whole_file(reader, source, found)
     approval = reader.approval
     if found.kind == "directory" and approval is not None and "list" not in approval.grant.verbs:
         raise SourceError(
@@ -76,8 +75,13 @@ def _require_budget(reader: Reader, source: Location, count: int) -> None:
         )
 
 
-def _require_whole_file(reader: Reader, source: Location, found: Stat) -> None:
-    """A checkpoint in one file must be whole, and still what it was a while later; of another file nothing is known."""
+def whole_file(reader: Reader, source: Location, found: Stat) -> Stat:
+    """The state ``found`` of a file that can move as it is.
+
+    Raises as :func:`relayable`. A checkpoint in one file must be whole, too, and still what it was a while later
+    (:class:`~dflash.checkpoint_layout.CheckpointError`); of another file nothing is known.
+    """
+    relayable(reader, source, found)
     name = os.path.basename(source.path)
     before = {name: identity_of(found)}
     place = ReadSource(reader, source)
@@ -85,6 +89,7 @@ def _require_whole_file(reader: Reader, source: Location, found: Stat) -> None:
         time.sleep(SETTLING_SECONDS)
         with noticing_if_it_vanished(source):
             require_settled(place.place, before, {name: identity_of(reader.stat(source.path))})
+    return found
 
 
 def name_of_state(found: Stat) -> str:

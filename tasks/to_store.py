@@ -22,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dflash.errors import DFlashError
 from tasks import journal
 from tasks.feeds import Feed, OpenFeed
-from tasks.from_store import SIDECAR
+from tasks.from_store import SIDECAR, sidecar_of
 from tasks.journal import Journal, Span
 from tasks.object_store import ObjectPlace, ObjectStore
 from tasks.repack import combine_crc32
@@ -102,8 +102,12 @@ def put_object(
 
     ``<key>.relay.json`` beside it names the source and the sha256 of every part. Raises :class:`TransferError`,
     ``Refused`` or what the source's connection raises. Where the store verifies no checksum of a whole object, it is
-    there before it is read again, and deleted when it is not what was put.
+    there before it is read again, and deleted when it is not what was put. An object that a relay put there of the same
+    state of the source, and that nobody has written since, does not move again, unless it is to be ``reread``.
     """
+    there = None if reread else _there_already(feed, source, store, place)
+    if there is not None:
+        return there
     probe = store.probe()
     abort_abandoned(store)
     length = part_bytes(feed.size, least=least)
@@ -112,6 +116,17 @@ def put_object(
         putting = _Putting(feed, store, place, notes, "crc32" in probe.verifies, Pace(bandwidth), progress, notice)
         begun = time.monotonic()
         return putting.run(source, reread=reread, patience=patience, begun=begun)
+
+
+def _there_already(feed: Feed, source: str, store: ObjectStore, place: ObjectPlace) -> Put | None:
+    try:
+        found = store.find(place.key)
+    except ObjectMissingError:
+        return None
+    noted = sidecar_of(store, found)
+    if noted is None or (noted.source, noted.identity, noted.bytes) != (source, feed.identity, feed.size):
+        return None
+    return Put(sha256=noted.sha256, bytes=noted.bytes, moved=0, seconds=0.0, etag=noted.etag, crc32=noted.crc32)
 
 
 def part_bytes(size: int, *, least: int = PART_BYTES) -> int:

@@ -3,12 +3,14 @@
 import hashlib
 import json
 import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dflash.checkpoint_layout import DamagedError
 from tasks.feeds import StoredFeed, feed_of
 from tasks.from_store import Fetched, fetch_object
 from tasks.inventory import Location
@@ -67,9 +69,7 @@ def test_file_of_a_protected_host_goes_into_the_store_and_out_to_another(
     source = Location(operator.train, str(file))
     feed = feed_of(operator.connector, approval, source)
     told: list[int] = []
-    result = put_object(
-        feed, str(source), store, PLACE, least=PART, progress=lambda done, total: told.append(done)
-    )
+    result = put_object(feed, str(source), store, PLACE, least=PART, progress=lambda done, total: told.append(done))
     digest = hashlib.sha256(file.read_bytes()).hexdigest()
     assert server.content(PLACE.key) == file.read_bytes()
     assert (result.sha256, result.bytes, result.moved, told[-1]) == (digest, SIZE, SIZE, SIZE)
@@ -98,6 +98,29 @@ def test_object_comes_to_this_machine_and_goes_to_another_key(
     result = put_object(StoredFeed(store, PLACE), str(PLACE), store, copy, least=PART)
     assert server.content(copy.key) == file.read_bytes()
     assert result.sha256 == hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def test_what_is_in_the_store_already_does_not_move_again(
+    store: ObjectStore, server: StoreServer, file: Path, put: Callable[..., Put]
+) -> None:
+    first, second = put(), put()
+    assert (second.moved, second.sha256, second.crc32) == (0, first.sha256, first.crc32)
+    server.client().put_object(Bucket=BUCKET, Key=PLACE.key, Body=bytes(SIZE))
+    assert put().moved == SIZE
+    os.utime(file, (0, 0))
+    assert put().moved == SIZE
+    assert server.content(PLACE.key) == file.read_bytes()
+
+
+def test_checkpoint_that_is_cut_short_becomes_no_object(
+    server: StoreServer, file: Path, put: Callable[..., Put]
+) -> None:
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("step/data.pkl", bytes(1000))
+    os.truncate(file, 900)
+    with pytest.raises(DamagedError, match="cut short or still being written"):
+        put()
+    assert server.keys() == []
 
 
 def test_upload_that_broke_goes_on_with_the_missing_parts(
