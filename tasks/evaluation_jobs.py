@@ -21,8 +21,9 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from dflash.errors import DFlashError, NotValidError
 from dflash.failure import Failure, parse_failure
 from dflash.prompts import read_prompts
-from dflash.render import to_markdown
+from dflash.renderings import ROUNDS, write_renderings
 from dflash.report import RelayInfo, Report, ReportError, read_report
+from dflash.rounds_file import RoundsError, read_rounds
 from tasks import changes, jobs
 from tasks.actions import said
 from tasks.channel import GateError, RequestFailed
@@ -33,8 +34,8 @@ from tasks.relay import RelayResult
 from tasks.ssh import NETWORK_ERRORS, ConnectionFailed, Connector
 from tasks.state import state_dir
 
-REPORT_FILES = ("report.json", "rounds.jsonl", "report.md")
-OPTIONAL_FILES = ("report.html",)
+REPORT_FILES = ("report.json", ROUNDS)
+"""What is brought home; the rest is made from them here, where it is known how the checkpoint came."""
 POLL_SECONDS = 0.5
 PATIENCE_SECONDS = 300.0
 START_TRIES = 3
@@ -232,9 +233,9 @@ def fetch_report(
             partial = Path(scratch) / destination.name
             partial.mkdir()
             _get(connector, host, place.output, partial)
-            report = read_report(partial / "report.json").model_copy(update={"relay": relayed})
+            report = _read(host, place, partial).model_copy(update={"relay": relayed})
             (partial / "report.json").write_text(report.to_json(), encoding="utf-8")
-            (partial / "report.md").write_text(to_markdown(report), encoding="utf-8")
+            write_renderings(partial, report)
             _to_its_name(partial, destination)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -244,6 +245,16 @@ def fetch_report(
             f"{host.name}:{place.output}, and the next run fetches it from there"
         ) from error
     return read_report(destination / "report.json")
+
+
+def _read(host: Host, place: Workspace, here: Path) -> Report:
+    """The report as it came. A damaged one is no report, and its rounds belong to it."""
+    try:
+        report = read_report(here / "report.json")
+        read_rounds(here / ROUNDS, report)
+        return report
+    except (ReportError, RoundsError) as error:
+        raise ReportLostError(f"{host.name}:{place.output} holds no report that can be read: {error}") from error
 
 
 def _to_its_name(partial: Path, destination: Path) -> None:
@@ -268,8 +279,7 @@ def _get(connector: Connector, host: Host, folder: PurePosixPath, here: Path) ->
     name = ""
     try:
         with connector.connect(host) as connection:
-            there = connection.sftp().listdir(str(folder))
-            for name in (*REPORT_FILES, *(name for name in OPTIONAL_FILES if name in there)):
+            for name in REPORT_FILES:
                 connection.get(str(folder / name), str(here / name))
     except FileNotFoundError:
         raise ReportLostError(

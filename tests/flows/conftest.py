@@ -18,6 +18,7 @@ from safetensors.numpy import save_file
 
 from dflash.metrics import judge, summarize
 from dflash.report import CheckpointInfo, PromptResult, Report, Settings, TargetInfo
+from dflash.rounds_file import write_rounds
 from tasks import public_keys
 from tasks.ssh import Connector
 from tests.prefect_api import LEAN, QUIET, Server, running
@@ -99,7 +100,8 @@ def _hosts(site: Site, remote: Path) -> dict[str, Any]:
 
 def _report(folder: Path) -> Path:
     """A folder with the files of a finished evaluation."""
-    metrics = summarize([judge("a", 0, [1, 2, 3], [0, 0, 0], [1, 2, 3, 4])], [], {}, seed=0)
+    rounds = [judge("a", 0, [1, 2, 3], [0, 0, 0], [1, 2, 3, 4])]
+    metrics = summarize(rounds, [], {}, seed=0)
     settings = {"mode": "replay", "max_new_tokens": 4, "ignore_eos": True, "thinking": None, "block_size": 4}
     settings |= {"mask_token_id": 1, "target_layer_ids": [1], "prompts": "p", "prompts_sha256": "22", "num_prompts": 1}
     settings |= {"max_blocks": None, "completions": "target", "completion_agreement": 1.0, "device": "cpu", "seed": 0}
@@ -119,7 +121,7 @@ def _report(folder: Path) -> Path:
     )
     folder.mkdir()
     (folder / "report.json").write_text(report.to_json())
-    (folder / "rounds.jsonl").write_text("{}\n")
+    write_rounds(folder / "rounds.jsonl", rounds)
     (folder / "report.md").write_text("# a report\n")
     return folder
 
