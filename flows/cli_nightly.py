@@ -43,7 +43,8 @@ def compare_nightly(
     connector = Connector.load(hosts)
     host = nights.night_host(connector.inventory, on)
     ledger, now = Ledger.open(), time.time()
-    if nights.recorded_night(ledger, suite.digest(), NightTime.of_cron(cron, timezone).date(now)) is None:
+    night = nights.recorded_night(ledger, suite.digest(), NightTime.of_cron(cron, timezone).date(now))
+    if night is None:
         begun = nights.prepare(connector.inventory, ledger, suite.digest(), host, now=now)
         if plan:
             names = ", ".join(map(str, begun.sources)) or "what is measured already"
@@ -51,13 +52,13 @@ def compare_nightly(
             return
         if begun.plan is not None:
             connector.store.require(begun.plan, asked_here())
-    elif plan:
-        show_plan(connector.store, None, "the night is compared already", as_json=as_json)
-        return
-    configure_prefect()
-    from flows.nightly_comparison import nightly_comparison
+        configure_prefect()
+        from flows.nightly_comparison import nightly_comparison
 
-    night = nightly_comparison(on, suite, reports, hosts, cron, timezone, again_after=(), attended=True)
+        night = nightly_comparison(on, suite, reports, hosts, cron, timezone, again_after=(), attended=True)
+    elif plan:
+        show_plan(connector.store, None, f"the night of {night.date}, which is compared", as_json=as_json)
+        return
     if as_json:
         typer.echo(night.model_dump_json())
     else:

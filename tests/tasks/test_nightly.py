@@ -196,11 +196,10 @@ def test_the_best_of_many_is_no_false_alarm_and_would_be_one_as_if_unchosen() ->
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("memory", [0.0, 0.9])
-@pytest.mark.parametrize("spread", [0.05, 0.2, 0.4])
+@pytest.mark.parametrize(("spread", "memory"), [(0.2, 0.0), (0.2, 0.9), (0.4, 0.0)])
 def test_a_year_without_a_change_has_at_most_two_alarms_in_95_percent_of_years(spread: float, memory: float) -> None:
-    years = [alarms(Course(spread, memory), seed) for seed in range(40)]
-    assert sum(count > 2 for count in years) <= 2, years
+    years = [alarms(Course(spread, memory), seed) for seed in range(30)]
+    assert sum(count > 2 for count in years) <= 1, years
 
 
 @pytest.mark.slow
