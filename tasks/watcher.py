@@ -3,12 +3,14 @@
 Everything it touches is handed in, so that two weeks of it can be lived through in a minute.
 """
 
+import errno
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from dflash.errors import DFlashError
+from dflash.failure import DISK_FULL
 from tasks.approvals import Approval
 from tasks.errors import HostBusy, Refused
 from tasks.inventory import Location
@@ -18,7 +20,6 @@ from tasks.watch import LOOK_SECONDS, Handed, Order, Rules, Runs, hand_on, take
 from tasks.watch_grants import GrantEndedError, WatchNotApprovedError
 
 WATCHING = "watching"
-LOOK_FAILED = "LookFailed"
 LONGEST_BACKOFF = 900.0
 TOLD_AFTER = 3600.0
 """Seconds that a watch may be kept from looking, as by a host that is away, before somebody is told."""
@@ -34,6 +35,12 @@ class Notice:
     subject: str
     body: str
     watch: Watch
+
+
+class LookFailedError(DFlashError):
+    """A watch could not look, for a reason that has no name of its own; the message has it."""
+
+    state_name = "LookFailed"
 
 
 Tell = Callable[[Notice], None]
@@ -189,8 +196,10 @@ class Watcher:
 
 def state_of(failure: DFlashError | OSError) -> str:
     """The name of the state that a watch is in after ``failure``."""
-    named = isinstance(failure, DFlashError) and failure.state_name != DFlashError.state_name
-    return failure.state_name if named else LOOK_FAILED  # type: ignore[union-attr]
+    if isinstance(failure, OSError):
+        full = failure.errno in (errno.ENOSPC, errno.EDQUOT)
+        return DISK_FULL if full else LookFailedError.state_name
+    return LookFailedError.state_name if failure.state_name == DFlashError.state_name else failure.state_name
 
 
 def _state(failure: DFlashError | OSError | None, before: Watch, now: float) -> str:

@@ -31,6 +31,8 @@ class Weeks(RuleBasedStateMachine):
 
     @initialize(seed=st.integers(0, 2**32), by_event=st.booleans())
     def begin(self, seed: int, by_event: bool) -> None:
+        # hypothesis begins with the simplest that there is, of which two weeks say nothing
+        self.simplest = seed == 0
         self.world = World(self.folder, seed, by_event=by_event, patch=self.patch)
 
     @rule()
@@ -105,14 +107,14 @@ class Weeks(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "world"):
-                self.world.minutes(max(0, self.in_all - self.world.looks))
+                self.world.minutes(0 if self.simplest else max(0, self.in_all - self.world.looks))
                 self.world.settle()
         finally:
             self.patch.undo()
             shutil.rmtree(self.folder)
 
     def pass_by(self) -> None:
-        self.world.minutes(self.minutes)
+        self.world.minutes(1 if self.simplest else self.minutes)
 
 
 @contextmanager
@@ -133,6 +135,7 @@ def test_whatever_happens_every_checkpoint_gets_what_is_due_to_it() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # a minute on a core of its own
 def test_two_weeks_of_looks() -> None:
     with machine(minutes=60, in_all=MINUTES) as weeks:
         run_state_machine_as_test(
@@ -142,6 +145,9 @@ def test_two_weeks_of_looks() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_whatever_happens_in_any_order() -> None:
     with machine(minutes=17) as weeks:
-        run_state_machine_as_test(weeks, settings=settings(BASE, max_examples=40, stateful_step_count=25, phases=(Phase.generate,)))
+        run_state_machine_as_test(
+            weeks, settings=settings(BASE, max_examples=40, stateful_step_count=25, phases=(Phase.generate,))
+        )

@@ -409,7 +409,8 @@ def test_a_short_absence_disturbs_nobody(world: World) -> None:
     [
         (HostKeyError("another machine"), "HostKeyMismatch", True),
         (Refused("the clock went back"), "Refused", False),
-        (OSError(28, "No space left on device"), "LookFailed", False),
+        (OSError(28, "No space left on device"), "DiskFull", False),
+        (OSError(5, "Input/output error"), "LookFailed", False),
         (DFlashError("something"), "LookFailed", False),
     ],
 )

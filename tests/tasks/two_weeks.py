@@ -280,9 +280,9 @@ class World:
             if self.now >= end:
                 self.writing.remove((end, act))
                 act()
+                self._prune()
         if self.training and int(self.now) % (60 * SAVE_MINUTES) == 0:
             self.save("step")
-        self._prune()
         if not self.machine_up:
             return
         if self.watcher is None:
@@ -517,6 +517,7 @@ class SimRuns(FakeRuns):
         super().__init__()
         self.world = world
         self.asked: dict[str, Asked] = {}
+        self.queue: list[str] = []
         self.started = 0
 
     def find(self, run: str) -> Run | None:
@@ -540,7 +541,14 @@ class SimRuns(FakeRuns):
         self._new(asked)
 
     def waiting(self) -> list[str]:
-        return [run for run, found in self.runs.items() if found.phase == "waiting" and run not in self.world.flows]
+        ready = [run for run in self.queue if run in self.runs and run not in self.world.flows]
+        self.queue = [run for run in self.queue if run in self.world.flows]
+        return ready
+
+    def set(self, run: str, phase: str, state: str, message: str = "") -> None:
+        super().set(run, phase, state, message)
+        if phase == "waiting":
+            self.queue.append(run)
 
     def lose(self) -> None:
         super().lose()
@@ -551,6 +559,7 @@ class SimRuns(FakeRuns):
         run = f"run-{self.started}"
         self.asked[run] = asked
         self.runs[run] = Run(run, "waiting", "Scheduled")
+        self.queue.append(run)
         return run
 
 
