@@ -11,7 +11,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -22,18 +22,17 @@ from tasks.actions import ReadGrant, Signal, escape, said
 from tasks.approvals import Approval, ApprovalStore
 from tasks.channel import GateError, RequestFailed
 from tasks.errors import HostBusy
-from tasks.gate import Entry, GateSession, JobRecord, open_session
+from tasks.gate import Entry, GateSession, open_session
 from tasks.inventory import Host
+from tasks.job_status import JobStatus, judge, unreachable
 from tasks.plans import Plan
 from tasks.requests import Origin
 from tasks.ssh import ConnectionFailed, Connector
 
-State = Literal["running", "exited", "vanished", "unreachable", "unknown job"]
-SignalName = Literal["TERM", "INT", "KILL", "HUP", "USR1", "USR2"]
-OVER: tuple[State, ...] = ("exited", "vanished", "unknown job")
+__all__ = ["JobStatus"]
 
-BEAT_SECONDS = 60.0
-"""How old the heartbeat of a job that is kept may be; it beats every 10 s."""
+SignalName = Literal["TERM", "INT", "KILL", "HUP", "USR1", "USR2"]
+
 START_SECONDS = 600.0
 """How long a job may take from its folder to its record: the files that it requires are hashed in between."""
 PROTECTED_POLL_SECONDS = 10.0
@@ -57,35 +56,6 @@ class JobError(DFlashError):
     """A job cannot be looked at or stopped as it was asked for."""
 
     state_name = "JobFailed"
-
-
-@dataclass(frozen=True)
-class JobStatus:
-    """What is known of one job. Times are seconds since the epoch by the host's clock."""
-
-    job: str
-    state: State
-    pid: int | None = None
-    exit: int | None = None
-    """Exit status, or minus the signal that ended it; None while it runs and where nothing recorded it."""
-    started: float | None = None
-    ended: float | None = None
-    message: str = ""
-    """What there is to know or do beyond the state, in one line."""
-    argv: tuple[str, ...] = ()
-    log_bytes: int | None = None
-    """What ``output.log`` holds."""
-
-    @property
-    def command(self) -> tuple[str, ...]:
-        """What was started, without the program of ours that stays with it (see :mod:`tasks.launching`)."""
-        started = len(self.argv) > 5 and re.fullmatch(r".*/start-[0-9a-f]{12}\.py", self.argv[3])
-        return self.argv[5:] if started else self.argv
-
-    @property
-    def over(self) -> bool:
-        """Whether nothing more will come of it."""
-        return self.state in OVER
 
 
 def plan_observation(
@@ -158,7 +128,8 @@ def all_statuses(connector: Connector, host: Host, approval: Approval | None) ->
         found = _entries(session, folder) or ()
         folders = sorted((one for one in found if one.kind == "directory"), key=lambda one: -one.mtime_ns)
         names = [one.name for one in folders if _is_job_id(one.name)][:MOST_JOBS]
-        return tuple(one for one in (look(session, name) for name in names) if one.state != "unknown job")
+        looked = [_looked(session, name) for name in names]
+    return tuple(one for one in looked if one is not None)
 
 
 def logs(connector: Connector, host: Host, approval: Approval | None, job: str, *, offset: int = 0) -> Iterator[bytes]:
@@ -286,35 +257,6 @@ def look(session: GateSession, job: str) -> JobStatus:
     return decided
 
 
-def judge(known: JobStatus, birth: str, alive: JobRecord, heartbeat: Entry | None, here: float) -> JobStatus:
-    """Whether a job without an exit file runs or has vanished; ``here`` is the clock of this machine.
-
-    Its first process is what counts. Where that cannot be seen (other users' processes may be hidden), a heart that
-    beats is enough: it is kept by a process that writes the exit down.
-    """
-    now = here if alive.now is None else alive.now
-    beats = heartbeat is not None and abs(now - heartbeat.mtime_ns / 1e9) <= BEAT_SECONDS
-    boot = birth.partition(":")[0]
-    if alive.boot is not None and birth != "ended" and alive.boot != boot:
-        return replace(known, state="vanished", message="the host was started anew since; launch it again to go on")
-    if alive.lives:
-        alone = "" if beats else "nothing watches over it any more, so how it ends will not be known"
-        return replace(known, state="running", message=alone)
-    if beats:
-        return replace(known, state="running")
-    return replace(
-        known,
-        state="vanished",
-        message="its processes are gone and nothing wrote down how they ended (killed together, or by a lack of "
-        "memory): look at the end of its log",
-    )
-
-
-def unreachable(job: str, error: DFlashError) -> JobStatus:
-    """The status of a job whose host did not answer because of ``error``."""
-    return JobStatus(job, "unreachable", message=f"nothing is known of the job now, it may well run: {error}")
-
-
 UNREACHED = (ConnectionFailed, GateError)
 """That a host, or what serves it, did not answer. A request that failed is a :class:`JobError` before it gets here."""
 
@@ -336,6 +278,15 @@ class _Record(_Written):
 class _Exit(_Written):
     exit: int
     ended: float
+
+
+def _looked(session: GateSession, name: str) -> JobStatus | None:
+    """One of several jobs: None for a folder that is no job's; a record that cannot be read hides no other job."""
+    try:
+        found = look(session, name)
+    except JobError as error:
+        return JobStatus(name, "unknown job", message=str(error))
+    return None if found.state == "unknown job" else found
 
 
 def _never(host: Host, job: str) -> JobStatus:

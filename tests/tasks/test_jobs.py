@@ -15,7 +15,8 @@ from tasks.channel import GateError
 from tasks.errors import HostBusy
 from tasks.gate import Entry, JobRecord, open_session
 from tasks.inventory import Host
-from tasks.jobs import JobError, JobStatus, judge
+from tasks.job_status import JobStatus, judge
+from tasks.jobs import JobError
 from tasks.process import birth
 from tasks.ssh import ConnectionFailed
 from tests.gate_talk import wait_for
@@ -94,6 +95,7 @@ def test_each_state_is_told_from_what_lies_there(here: Operator) -> None:
         stalled = job(here, "stalled", output_log="")
         os.utime(stalled, (NOW - 10**8, NOW - 10**8))
         job(here, "evaluate-x", prompts_jsonl="{}")
+        job(here, "damaged", job_json="{")
         found = {one.job: one for one in jobs.all_statuses(here.connector, here.infer, None)}
     finally:
         living.kill()
@@ -104,7 +106,9 @@ def test_each_state_is_told_from_what_lies_there(here: Operator) -> None:
         "killed": "exited",
         "begins": "running",
         "stalled": "vanished",
+        "damaged": "unknown job",
     }
+    assert "is not what the gate writes" in found["damaged"].message
     assert (found["runs"].pid, found["runs"].log_bytes, found["runs"].argv) == (living.pid, 5, ("/bin/x",))
     assert (found["killed"].exit, found["killed"].ended, found["killed"].message) == (-9, NOW + 5, "ended by SIGKILL")
     assert "started anew" in found["gone"].message
