@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 import flows
-from tasks import process
+from tasks import launching, process
+from tasks.run_file import read_run
 from tests.flows.conftest import Operator
 from tests.flows.test_cli_plan import commands
 from tests.prefect_api import ask
@@ -20,6 +21,7 @@ from tests.prefect_api import ask
 pytestmark = pytest.mark.timeout(600)  # a Prefect server takes minutes to start on a machine that has much to do
 REPOSITORY = Path(__file__).parents[2]
 THROUGH = {"relay", "evaluate", "audit reconcile", "guard doctor", "guard break-glass", "guard revoke", "demo"}
+THROUGH |= {"hosts check", "launch", "jobs list", "jobs status", "jobs logs", "jobs stop"}
 """The commands that pass the gate in the test below."""
 
 
@@ -60,8 +62,16 @@ def test_no_command_and_no_flow_reaches_a_protected_host_but_through_the_gate(
     operator: Operator, prefect_api: str, tmp_path: Path
 ) -> None:
     prompts = ["--prompts", "prompts/tiny.jsonl", "--ignore-eos"]
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps({"name": "watched", "command": ["/bin/sleep", "600"]}))
+    (operator.checkpoint.parents[1] / "jobs").mkdir()
+    job = launching.prepare(read_run(run), operator.connector.inventory.host("kpro6")).job
     steps = [
         ["hosts", "list"],
+        ["hosts", "check", "kpro6"],
+        ["launch", "--config", str(run), "--on", "kpro6"],
+        *(["jobs", "list", "kpro6"], ["jobs", "status", "kpro6", job], ["jobs", "logs", "kpro6", job]),
+        ["jobs", "stop", "kpro6", job],
         *(["lab", "up"], ["lab", "status"], ["lab", "exec", "operator", "--", "true"], ["lab", "down"]),
         ["guard", "plan", "--", "relay", operator.source, f"ct129:{tmp_path}/there"],
         ["relay", operator.source, f"ct129:{tmp_path}/there"],
