@@ -49,8 +49,9 @@ def main() -> None:
             good &= status(Path(folder) / "status")
         if {"latency", "database"} & set(wanted):
             with serving(Path(folder)) as stage:
+                before = stage.database_bytes()
                 good &= latency(stage, asked.checkpoints)
-                good &= database(stage)
+                good &= database(stage, before)
     sys.exit(0 if good else 1)
 
 
@@ -88,14 +89,12 @@ def latency(stage: Stage, count: int) -> bool:
     return good & told("run by the sum of its steps", statistics.median(whole), "×, median", OVERHEAD, whole)
 
 
-def database(stage: Stage) -> bool:
+def database(stage: Stage, before: int) -> bool:
     """What a thousand runs leave in the server's database, and two weeks of them."""
-    before = runs(stage)
-    size = sum(file.stat().st_size for file in (stage.state / "prefect").glob("prefect.db*"))
-    empty = 1.6e6  # tables and blocks, before any run
-    per_thousand = (size - empty) / max(1, before) * 1000 / 1e6
+    ended = runs(stage)
+    per_thousand = (stage.database_bytes() - before) / max(1, ended) * 1000 / 1e6
     fortnight = per_thousand * 14 * (CHECKPOINTS_A_DAY + OTHER_RUNS_A_DAY) / 1000
-    print(f"  {per_thousand:.1f} MB per 1 000 runs, measured over {before}")
+    print(f"  {per_thousand:.1f} MB per 1 000 runs, measured over {ended}")
     return told("two weeks of runs", fortnight, "MB", DATABASE_MB, [])
 
 

@@ -3,10 +3,11 @@
 import json
 import os
 import signal
+import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -41,8 +42,6 @@ class Stage:
     served: list[process.Popen[bytes]] = field(default_factory=list)
     port: int = field(default_factory=free_port)
     """Of every server here, as in life: what outlives one finds the next."""
-    database_begun: int = 0
-    """Bytes of the database before any run."""
 
     @classmethod
     def build(cls, site: Site, folder: Path, *, evaluation_seconds: float = 0.0, look: float = 1.0) -> "Stage":
@@ -112,7 +111,6 @@ class Stage:
     def migrated(self, server: Server) -> None:
         """Begin with the database of ``server``, which saves making a new one."""
         copy_database(server.home, self.state / "prefect")
-        self.database_begun = (self.state / "prefect" / "prefect.db").stat().st_size
 
     def command(self, *arguments: str) -> str:
         """What a command of the operator prints."""
@@ -157,6 +155,14 @@ class Stage:
     def serving(self) -> bool:
         """Whether it serves now, and does not just begin or end."""
         return (self.state / "serve.json").exists() and healthy(self.api)
+
+    def database_bytes(self) -> int:
+        """What the server's database holds, wherever of its files that is just now."""
+        with closing(sqlite3.connect(self.state / "prefect" / "prefect.db", timeout=60)) as database:
+            (pages,) = database.execute("PRAGMA page_count").fetchone()
+            (free,) = database.execute("PRAGMA freelist_count").fetchone()
+            (size,) = database.execute("PRAGMA page_size").fetchone()
+        return int((pages - free) * size)
 
     def results(self) -> list[Attempt]:
         """The attempts that have a result."""
