@@ -27,6 +27,12 @@ ProfileName = Literal["slim", "eval", "train"]
 
 OLDEST, NEWEST_TRIED = (3, 11), (3, 13)
 """Python releases: what this program needs, and up to where its dependencies are known to have wheels."""
+MODULES = ("environment_files.py", "environment.py")
+START = (
+    "import sys, types; first, then = sys.argv[1:3]; del sys.argv[1:3]; "
+    "module = sys.modules['environment_files'] = types.ModuleType('environment_files'); "
+    "exec(first, module.__dict__); exec(then, {'__name__': '__main__'})"
+)
 GPU_EXTRA = "gpu"
 KERNEL_TEST_MIB = 1536
 """What torch's context and two small kernels take of a GPU."""
@@ -102,6 +108,8 @@ class Wish:
     extras: tuple[str, ...]
     index: str
     """URL of the index that the host installs from; empty where it reaches none."""
+    uv: str
+    """Path of the uv that installs from it; empty: pip does."""
     kernels: Literal["", "load", "run"]
     gpu: str
     """uuid of the GPU that the kernels are tried on."""
@@ -155,11 +163,12 @@ def wish(
     gpu = _gpu(facts, profile, host)
     extras = PROFILES[profile].extras
     reached = index if index and facts.index is not None and facts.index.reachable else ""
+    uv = facts.uv.path if reached and facts.uv is not None else ""
     if gpu is None:
-        return Wish(profile, chosen, target, extras, reached, "", "")
+        return Wish(profile, chosen, target, extras, reached, uv, "", "")
     # what trains there needs its memory more than a proof does
     runs = not host.protected and (gpu.free or 0) >= KERNEL_TEST_MIB
-    return Wish(profile, chosen, target, (*extras, GPU_EXTRA), reached, "run" if runs else "load", gpu.uuid)
+    return Wish(profile, chosen, target, (*extras, GPU_EXTRA), reached, uv, "run" if runs else "load", gpu.uuid)
 
 
 def plan_provision(wish: Wish, host: Host, look: Look, lock: Lock) -> Provision:
@@ -196,9 +205,7 @@ def parcel_name(carried: Sequence[str]) -> str:
 
 def look_action(host: Host) -> Run:
     """The command that looks at the environments of ``host``; it changes nothing."""
-    return _run(
-        host, ("/usr/bin/env", "python3", "-I", "-c", program(), "look", environments_folder(host)), LOOK_SECONDS
-    )
+    return _run(host, ("/usr/bin/env", "python3", *program(), "look", environments_folder(host)), LOOK_SECONDS)
 
 
 def actions(provision: Provision, look: Look, parcel: Parcel | None, unpacked: int | None) -> tuple[Run | Put, ...]:
@@ -229,7 +236,7 @@ def actions(provision: Provision, look: Look, parcel: Parcel | None, unpacked: i
             )
         )
     spec = json.dumps(_spec(provision, parcel, room), sort_keys=True, separators=(",", ":"))
-    argv = (provision.wish.python.path, "-I", "-c", program(), "build", folder, spec)
+    argv = (provision.wish.python.path, *program(), "build", folder, spec)
     return (*planned, _run(host, argv, BUILD_SECONDS))
 
 
@@ -262,9 +269,10 @@ def environments_folder(host: Host) -> str:
     return host.environments.rstrip("/")
 
 
-def program() -> str:
-    """The text that is sent along."""
-    return files("deploy").joinpath("host", "environment.py").read_text("utf-8")
+def program() -> tuple[str, ...]:
+    """The arguments that have a Python run what is sent along: a line that starts it, and its two modules' texts."""
+    place = files("deploy").joinpath("host")
+    return ("-I", "-c", START, *(place.joinpath(name).read_text("utf-8") for name in MODULES))
 
 
 def _choose_python(found: Sequence[Python], host: Host, asked: str | None) -> Python:
@@ -313,6 +321,7 @@ def _spec(provision: Provision, parcel: Parcel | None, room: int) -> dict[str, o
         "pip": [lock.pip.file_name, lock.pip.sha256],
         "carried": list(provision.carried),
         "index": wish.index,
+        "uv": wish.uv,
         "parcel": "" if parcel is None else parcel.name,
         "imports": list(PROFILES[wish.profile].imports),
         "kernels": wish.kernels,

@@ -1,4 +1,5 @@
-"""Looks at the virtual environments of a host, or builds one. Stdlib only, Python 3.9.
+"""Looks at the virtual environments of a host, or builds one. Stdlib only, Python 3.9; sent along by
+``tasks/environments.py`` together with ``environment_files.py``.
 
     environment.py look ENVIRONMENTS           what there is, one line of JSON
     environment.py build ENVIRONMENTS SPEC     builds what SPEC (JSON) says, verifies it and has ``current`` lead to it
@@ -15,9 +16,7 @@ Killed at any moment it leaves something that the next call mends, so it never h
 
 from __future__ import annotations
 
-import base64
 import contextlib
-import csv
 import ctypes
 import errno
 import fcntl
@@ -26,7 +25,6 @@ import json
 import os
 import platform
 import pwd
-import re
 import shutil
 import signal
 import subprocess  # noqa: TID251 - runs on the host, where there is no tasks/process.py
@@ -36,8 +34,21 @@ import time
 from collections.abc import Iterator
 from typing import IO, Any
 
-MARKER, BUILDING, LOG = "complete.json", "building.json", "build.log"
-CHUNK = 1 << 20
+from environment_files import (
+    CHUNK,
+    MARKER,
+    content_digest,
+    damage,
+    distributions,
+    environment,
+    normal,
+    python,
+    read_marker,
+    site_packages,
+    users,
+)
+
+BUILDING, LOG = "building.json", "build.log"
 FORGOTTEN_SECONDS = 24 * 3600.0
 """A parcel that lies there for longer is of a command that died."""
 IMPORT_SECONDS = 600.0
@@ -214,7 +225,7 @@ def install(folder: str, place: str, spec: dict[str, Any], lock: int) -> None:
     requirements = os.path.join(place, "requirements.txt")
     with open(requirements, "w", encoding="utf-8") as file:
         file.writelines(lines)
-    uv = shutil.which("uv", path=f"{PATH}:{home()}/.local/bin:{home()}/.cargo/bin") if spec["index"] else None
+    uv = spec["index"] and spec["uv"]
     emit("install", done=0, of=len(lines), by="uv" if uv else "pip")
     exactly = ["--no-deps", "--require-hashes", "--find-links", wheels, "-r", requirements]
     if uv:
@@ -308,10 +319,12 @@ def run(
 
 
 def telling(text: str) -> str:
-    """The line of a log that tells most about a failure: pip's last ERROR, else the last one."""
+    """What of a log tells most about a failure: the last error with what caused it, else the last line."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    errors = [line for line in lines if line.lower().startswith("error")]
-    return (errors or lines or [""])[-1]
+    places = [place for place, line in enumerate(lines) if line.lower().startswith("error")]
+    if not places:
+        return (lines or [""])[-1]
+    return "; ".join([lines[places[-1]], *(line for line in lines[places[-1] :] if line.startswith("Caused by"))])
 
 
 # --- switching and cleaning
@@ -375,110 +388,10 @@ def remove(place: str) -> None:
         shutil.rmtree(going, ignore_errors=True)
 
 
-def users(place: str) -> list[int]:
-    """The processes that use an environment: by program, arguments, folder or mapped files, or by a lock on its marker.
-
-    One that was started through ``current`` and has loaded nothing of its own may use any. Of another user's processes
-    only the arguments can be seen.
-    """
-    folder, name = os.path.split(place)
-    named, found = re.compile(re.escape(os.fsencode(folder)) + rb"/([^/\0\n]+)/"), []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        names: set[str] = set()
-        for what in ("cmdline", "exe", "cwd", "maps") if int(pid) != os.getpid() else ():
-            with contextlib.suppress(OSError):
-                names.update(map(os.fsdecode, named.findall(seen(f"/proc/{pid}/{what}"))))
-        if name in names or names == {"current"}:
-            found.append(int(pid))
-    with contextlib.suppress(FileNotFoundError), open(os.path.join(place, MARKER), "rb") as marker:
-        try:
-            fcntl.flock(marker, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            found = found or [0]
-    return found
-
-
-def seen(path: str) -> bytes:
-    if path.endswith(("exe", "cwd")):
-        return os.fsencode(os.readlink(path)) + b"/"
-    with open(path, "rb") as file:
-        return file.read()
-
-
-# --- what an environment is
-
-
-def damage(place: str, marker: dict[str, Any] | None, *, deeply: bool = False) -> str:
-    """What is wrong with the files of an environment, in words; by their sizes, ``deeply`` by their sha256."""
-    if not os.path.exists(python(place)):
-        return f"{python(place)} leads nowhere"
-    site = site_packages(place)
-    for name, sha256, size in recorded(place):
-        path = os.path.normpath(os.path.join(site, name))
-        try:
-            if os.path.getsize(path) != size or (deeply and file_digest(path) != sha256):
-                return f"{path} is not as it was installed"
-        except OSError as error:
-            return f"{path}: {error.strerror}"
-    if marker is not None and marker.get("content") != content_digest(place):
-        return "its packages are not those that it was completed with"
-    return ""
-
-
-def recorded(place: str) -> Iterator[tuple[str, str, int]]:
-    """Name, sha256 in base64 and size of every installed file whose package says so."""
-    site = site_packages(place)
-    for entry in sorted(os.listdir(site)) if os.path.isdir(site) else ():
-        if entry.endswith(".dist-info"):
-            record = os.path.join(site, entry, "RECORD")
-            with contextlib.suppress(FileNotFoundError), open(record, encoding="utf-8", newline="") as file:
-                for name, digest, size in csv.reader(file):
-                    if digest.startswith("sha256="):
-                        yield name, digest[len("sha256=") :], int(size)
-
-
-def content_digest(place: str) -> str:
-    """One digest of what all packages say that they have installed; what pip adds to them is not among it."""
-    digest = hashlib.sha256()
-    for name, sha256, size in recorded(place):
-        if not name.endswith(("/INSTALLER", "/REQUESTED", "/direct_url.json")) and not name.startswith("../"):
-            digest.update(f"{name},{sha256},{size}\n".encode())
-    return digest.hexdigest()
-
-
-def file_digest(path: str) -> str:
-    """As RECORD has it: URL-safe base64 without padding."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while data := file.read(CHUNK):
-            digest.update(data)
-    return base64.urlsafe_b64encode(digest.digest()).rstrip(b"=").decode("ascii")
-
-
-def distributions(place: str) -> Iterator[list[str]]:
-    site = site_packages(place)
-    for entry in os.listdir(site):
-        if entry.endswith(".dist-info"):
-            yield entry[: -len(".dist-info")].split("-")[:2]
-
-
-def normal(project: str) -> str:
-    return re.sub(r"[-_.]+", "-", project).lower()
-
-
-def python(place: str) -> str:
-    return os.path.join(place, "bin", "python")
-
-
 def pip(folder: str, place: str, spec: dict[str, Any]) -> list[str]:
     """The pip of the lock, run out of its wheel in the new environment: the host needs none."""
     name, sha256 = spec["pip"]
     return [python(place), os.path.join(wheel(folder, sha256, name), "pip")]
-
-
-def site_packages(place: str) -> str:
-    found = [name for name in os.listdir(os.path.join(place, "lib")) if name.startswith("python")]
-    return os.path.join(place, "lib", found[0], "site-packages")
 
 
 def wheel(folder: str, sha256: str, name: str) -> str:
@@ -491,22 +404,6 @@ def stored(folder: str) -> Iterator[str]:
     for sha256 in os.listdir(wheels) if os.path.isdir(wheels) else ():
         for name in os.listdir(os.path.join(wheels, sha256)):
             yield os.path.join(wheels, sha256, name)
-
-
-def environment(folder: str, name: str) -> dict[str, Any] | None:
-    """What the environment ``name`` says of itself; None where that is none, as a link to one is none."""
-    place = os.path.join(folder, name)
-    return None if name.startswith(".") or os.path.islink(place) else read_marker(place)
-
-
-def read_marker(place: str) -> dict[str, Any] | None:
-    """What complete.json says; None where there is none or it is not whole."""
-    try:
-        with open(os.path.join(place, MARKER), encoding="utf-8") as file:
-            marker = json.load(file)
-        return marker if {"digest", "wheels", "content"} <= set(marker) else None
-    except (OSError, ValueError, TypeError):
-        return None
 
 
 # --- files and processes

@@ -16,20 +16,22 @@ from typing import Any
 
 import pytest
 
-from tests.sshds import REPOSITORY
+from tasks.environments import program
 from tests.wheelhouses import sha256, small_wheel, stand_in_pip
 
-PROGRAM = REPOSITORY / "deploy" / "host" / "environment.py"
 KILLED = """
-import os, runpy, sys
-program, step, *arguments = sys.argv[1:]
-names = runpy.run_path(program)
-tell = names["main"].__globals__["tell"]
+import os, sys, types
+first, then, step, *arguments = sys.argv[1:]
+module = sys.modules["environment_files"] = types.ModuleType("environment_files")
+exec(first, module.__dict__)
+names = {"__name__": "environment"}
+exec(then, names)
+tell = names["tell"]
 def tell_or_die(fields):
     if fields.get("step") == step:
         os.kill(os.getpid(), 9)
     tell(fields)
-names["main"].__globals__["tell"] = tell_or_die
+names["tell"] = tell_or_die
 sys.exit(names["main"](arguments))
 """
 
@@ -57,6 +59,7 @@ class Bench:
             "pip": [self.pip.name, sha256(self.pip)],
             "carried": [sha256(wheel), sha256(self.pip)],
             "index": "",
+            "uv": "",
             "parcel": parcel.name,
             "imports": list(imports),
             "kernels": "",
@@ -75,8 +78,9 @@ class Bench:
 
     def start(self, spec: dict[str, Any], killed_at: str = "") -> "subprocess.Popen[str]":
         """The program at work, which is killed as soon as it announces the step ``killed_at``."""
-        program = [str(PROGRAM)] if not killed_at else ["-c", KILLED, str(PROGRAM), killed_at]
-        argv = [sys.executable, "-I", *program, "build", str(self.folder), json.dumps(spec)]
+        *_, first, then = program()
+        started = program() if not killed_at else ("-I", "-c", KILLED, first, then, killed_at)
+        argv = [sys.executable, *started, "build", str(self.folder), json.dumps(spec)]
         return subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
 
     def build(self, spec: dict[str, Any]) -> dict[str, Any]:
@@ -87,7 +91,7 @@ class Bench:
         return last
 
     def look(self) -> dict[str, Any]:
-        argv = [sys.executable, "-I", str(PROGRAM), "look", str(self.folder)]
+        argv = [sys.executable, *program(), "look", str(self.folder)]
         told = subprocess.run(argv, capture_output=True, text=True, check=True).stdout
         done: dict[str, Any] = json.loads(told)["done"]
         return done
