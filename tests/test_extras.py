@@ -24,6 +24,7 @@ OPS = ("prefect", "fabric", "paramiko", "boto3", "cryptography")
         ("flows.cli, flows.evaluate_checkpoint", MODEL),
         ("dflash.cli, dflash.evaluate, dflash.inspect", OPS),
         ("dflash.report, dflash.render, dflash.checkpoint_layout, dflash.config, dflash.prompts", MODEL + OPS),
+        ("dflash.pages, dflash.trend, dflash.renderings, dflash.cli_report", (*MODEL, *OPS, "matplotlib")),
     ],
 )
 def test_imports_without_the_other_extra(wanted: str, blocked: tuple[str, ...]) -> None:

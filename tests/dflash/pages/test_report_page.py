@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from dflash.compare import NotComparableError
+from dflash.compare import NotComparableError, compare_reports
 from dflash.pages import comparison_page, report_page
 from dflash.pages.document import document
 from dflash.pages.markup import Html, tag, text
 from dflash.pages.report_record import command
 from dflash.pages.rounds_view import commonest_misses, misses_by_rank
-from dflash.plots import NoPlotsError, report_plots
+from dflash.plots import NoPlotsError, comparison_plots, report_plots
 from dflash.report import read_report
 from dflash.rounds_file import RoundsError, read_rounds
 from tests.dflash.pages.reports import WRONG, made, words, write
@@ -114,6 +114,7 @@ def test_the_command_that_measures_again_is_understood(run_dflash) -> None:
     assert "'--target'" in done.err, "the target is all that is wrong with it here"
 
 
+@pytest.mark.slow
 def test_pictures_are_png_and_svg_with_units(tmp_path: Path) -> None:
     report, rounds = made({"a": words(30), "$b$": words(25, start=9)})
     report = report.model_copy(update={"reference_metrics": report.metrics})
@@ -124,6 +125,8 @@ def test_pictures_are_png_and_svg_with_units(tmp_path: Path) -> None:
     data = files[0].read_bytes()
     assert data.startswith(b"\x89PNG")
     width, height = struct.unpack(">II", data[16:24])
+    pair = compare_reports(report, report)
+    assert [path.name for path in comparison_plots([pair], tmp_path)] == ["comparison.png", "comparison.svg"]
     assert width > 1000
     assert height > 600
     drawn = files[1].read_text()
@@ -152,7 +155,7 @@ def test_several_reports_are_compared_with_the_first(run_dflash, tmp_path: Path)
         write(tmp_path / name, *made(texts, better=better))
     paths = [tmp_path / name / "report.json" for name in "abc"]
     page = tmp_path / "page.html"
-    told = run_dflash("compare", *paths, "--json", "--html", page, "--plots", tmp_path / "plots")
+    told = run_dflash("compare", *paths, "--json", "--html", page)
     assert told.returncode == 0, told.err
     first, second = json.loads(told.out)
     assert first["comparison"]["verdict"] == second["comparison"]["verdict"] == "better"
@@ -160,7 +163,6 @@ def test_several_reports_are_compared_with_the_first(run_dflash, tmp_path: Path)
     said = page.read_text()
     assert f"A step 400 is better than B step 400 by τ {first['comparison']['difference']:+.3f}" in said
     assert said.count('<section id="against-') == 2
-    assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == ["comparison.png", "comparison.svg"]
 
 
 def test_a_comparison_refuses_what_compare_refuses() -> None:

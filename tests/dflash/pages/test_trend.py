@@ -131,6 +131,9 @@ def test_the_commands_write_the_page_its_pictures_and_json(run_dflash, tmp_path:
         str(tmp_path / "plots" / "trend.png"),
         str(tmp_path / "plots" / "trend.svg"),
     ]
+    assert (tmp_path / "plots" / "trend.png").read_bytes().startswith(b"\x89PNG")
+    drawn = (tmp_path / "plots" / "trend.svg").read_text()
+    assert all(said in drawn for said in ("τ in tokens per round", "training step", "worse than the best before it"))
     told = json.loads(run_dflash("report", "trend", tmp_path / "run", "--json").out)
     assert [point["regression"] for point in told["series"][0]["points"]] == [False, False, True]
     elsewhere = tmp_path / "pages" / "trend.html"
