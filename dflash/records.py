@@ -33,17 +33,25 @@ class CheckpointError(DFlashError):
 class NotACheckpointError(CheckpointError):
     """The path is missing, or holds none of the known formats."""
 
+    state_name = "NotACheckpoint"
+
 
 class DamagedError(CheckpointError):
     """The file is cut short, or its bytes are not those that were written."""
+
+    state_name = "CheckpointDamaged"
 
 
 class UnsafePickleError(CheckpointError):
     """The file's pickle names something outside the allow-list; loading it elsewhere could run code."""
 
+    state_name = "CheckpointUnsafe"
+
 
 class ChangedError(CheckpointError):
     """The file changed while it was read: it is still being written."""
+
+    state_name = "CheckpointChanged"
 
 
 @dataclass(frozen=True)

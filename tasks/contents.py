@@ -27,6 +27,8 @@ MOST_OTHER_UNITS = 1000
 class SourceError(TransferError):
     """The source is not what can be relayed."""
 
+    state_name = "NotRelayable"
+
 
 def spans_of(size: int, *, streams: int, range_bytes: int = RANGE_BYTES) -> list[tuple[int, int]]:
     """Consecutive (offset, length) over ``size`` bytes: ranges of ``range_bytes``, smaller where streams would idle.

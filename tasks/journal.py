@@ -35,6 +35,14 @@ Sha256 = Annotated[str, Field(pattern=r"\A[0-9a-f]{64}\z")]
 class JournalError(TransferError):
     """The journal cannot be read or written, or another relay of the same file is running."""
 
+    state_name = "JournalUnusable"
+
+
+class OnItsWayError(JournalError):
+    """Another relay of the same file to the same place is running."""
+
+    state_name = "AlreadyRunning"
+
 
 class Span(BaseModel):
     """One range of the destination; ``sha256`` once it was sent, ``stored`` once the destination has it on its disk."""
@@ -195,7 +203,7 @@ def opened(
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise JournalError(
+            raise OnItsWayError(
                 f"{source} is on its way to {destination} already; wait for that relay or end it"
             ) from None
         content = read(file)

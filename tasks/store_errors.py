@@ -28,21 +28,31 @@ MISSING = ("NoSuchKey", "404", "NotFound", "NoSuchUpload")
 class StoreError(TransferError):
     """The object store did not do what it was asked for."""
 
+    state_name = "StoreFailed"
+
 
 class StoreAccessError(StoreError):
     """Credentials, bucket or clock are wrong; trying again does not help."""
+
+    state_name = "StoreRefused"
 
 
 class StoreBusyError(StoreError):
     """The store cannot be reached or says that it is overloaded or broken; it may be over soon."""
 
+    state_name = "StoreUnreachable"
+
 
 class ObjectMissingError(StoreError):
     """There is no such object, or no such unfinished upload."""
 
+    state_name = "NoSuchObject"
+
 
 class UntrustworthyStoreError(StoreError):
     """The store does not give back what it was given, or hands it to everybody."""
+
+    state_name = "StoreUntrustworthy"
 
 
 def explained(error: Exception, what: str, store: str, profile: str | None) -> StoreError:

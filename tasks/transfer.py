@@ -49,6 +49,8 @@ class SourceEndedError(TransferError):
 class SourceChangedError(TransferError):
     """The source is not any more what it was when the transfer began: what arrived of it is of use to nobody."""
 
+    state_name = "SourceChanged"
+
 
 class SinkClosedError(TransferError):
     """The destination stopped reading; its reply or its exit code says why."""
@@ -57,13 +59,31 @@ class SinkClosedError(TransferError):
 class ReceiverError(TransferError):
     """The receiver refused or failed; the message holds its own words."""
 
+    state_name = "DestinationFailed"
+
+
+class DestinationFullError(ReceiverError):
+    """There is no room for the file; make some, and the same relay goes on."""
+
+    state_name = "DiskFull"
+
+
+class DestinationDeniedError(ReceiverError):
+    """The destination may not be written there."""
+
+    state_name = "DestinationNotWritable"
+
 
 class ReceiverLostError(ReceiverError):
     """The receiver's process ended without a word; another session can go on."""
 
+    state_name = "DestinationLost"
+
 
 class FetchError(TransferError):
     """A presigned URL did not give its bytes; the receiver's session goes on. ``status`` is 0 without an answer."""
+
+    state_name = "StoreUnreachable"
 
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
@@ -243,10 +263,11 @@ class Receiver:
             reply: dict[str, Any] = json.loads(line)
             if reply["ok"] is True:
                 return reply
-            message = str(reply["message"])
+            message, kind = str(reply["message"]), str(reply.get("kind"))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ReceiverError(f"{self._place}: the receiver answered {line[:60]!r}: relay it again") from None
-        raise ReceiverError(f"{self._place}: {said(message)}")
+        kinds = {"full": DestinationFullError, "denied": DestinationDeniedError}
+        raise kinds.get(kind, ReceiverError)(f"{self._place}: {said(message)}")
 
     def _explained(self, code: int | None) -> DFlashError:
         if code is None:

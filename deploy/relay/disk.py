@@ -19,6 +19,10 @@ class ReceiveError(Exception):
     """The file cannot be received; the message is what the operator reads."""
 
 
+class NoRoomError(ReceiveError):
+    """The disk is full, or would be."""
+
+
 def lock_holder(fd: int) -> int:
     """The process that holds the lock on ``fd``; this one when none does."""
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -76,6 +80,14 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
     start = getattr(ctypes.CDLL(None), "sync_file_range", None)
     if start is not None:
         start(fd, ctypes.c_int64(offset), ctypes.c_int64(length), SYNC_FILE_RANGE_WRITE)
+
+
+def kind_of(error: Exception) -> str | None:
+    """``full`` or ``denied``, where somebody has to see to the disk or to its rights."""
+    code = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, NoRoomError) or code in (errno.ENOSPC, errno.EDQUOT):
+        return "full"
+    return "denied" if code in (errno.EROFS, errno.EACCES, errno.EPERM) else None
 
 
 def explained(error: Exception) -> str:

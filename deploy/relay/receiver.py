@@ -16,11 +16,11 @@ One request a line of JSON on stdin, one reply a line on stdout:
      "sidecar"}                                                                    and ``<name>.relay.json`` beside it
     {"verb": "discard"}                                    {"ok": true}            nothing is left of it
 
-``{"ok": false, "message"}`` and exit code 1 end a session when anything is wrong; only of a fetch it goes on, with
-``"sha256": null, "status", "message"``. What was received stays as
-``.<name>.part-<transfer>`` beside the final name, for the same transfer to go on with; ``fresh`` says that there was
-nothing. ``committed`` is the file's sha256 when it is there already: another transfer of what is ``about`` the same
-brought it, or this one did and only the answer got lost. ``expected`` is the sha256 that the source says it has.
+``{"ok": false, "message", "kind"}`` and exit code 1 end a session when anything is wrong; only of a fetch it goes on,
+with ``"sha256": null, "status", "message"``. What was received stays as ``.<name>.part-<transfer>`` beside the final
+name, for the same transfer to go on with; ``fresh`` says that there was nothing. ``committed`` is the file's sha256 when
+it is there already: another transfer of what is ``about`` the same brought it, or this one did and only the answer got
+lost. ``expected`` is the sha256 that the source says it has.
 ``others`` are ranges, as [offset, length], that other sessions have stored since the last request: the session that
 opened the transfer takes the whole file's digest behind all of them, so that little of it is left for the end.
 
@@ -46,8 +46,10 @@ from io import FileIO
 from typing import Any
 
 from deploy.relay.disk import (
+    NoRoomError,
     ReceiveError,
     explained,
+    kind_of,
     lock_holder,
     naming_in,
     opened_file,
@@ -253,7 +255,7 @@ class Part:
         free = room.f_bavail * room.f_frsize
         # Asked first, because a file system may fill itself up before it finds that it cannot.
         if self.size > free:
-            raise ReceiveError(f"no room for {self.path!r}: {self.size} bytes needed, {free} free there: make room")
+            raise NoRoomError(f"no room for {self.path!r}: {self.size} bytes needed, {free} free there: make room")
         if self.size:
             os.posix_fallocate(self.fd, 0, self.size)
 
@@ -351,7 +353,8 @@ def main() -> int:
         serve(FileIO(0), 1)
     except (ReceiveError, OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         with contextlib.suppress(OSError):
-            os.write(1, json.dumps({"ok": False, "message": explained(error)}).encode("ascii") + b"\n")
+            answer = {"ok": False, "message": explained(error), "kind": kind_of(error)}
+            os.write(1, json.dumps(answer).encode("ascii") + b"\n")
         return 1
     return 0
 
