@@ -40,6 +40,9 @@ def show_relay_plan(
 ) -> None:
     """Print what has to be approved and, where the source may be looked at, the way that ``found`` finds."""
     approved = None if needed is None else connector.store.find(needed)
+    if not as_json:
+        # also where looking at the source fails
+        show_plan(connector.store, needed, ends, as_json=False)
     way = None
     if needed is None or approved is not None:
         way = found(None if approved is None else approved.read)
@@ -48,9 +51,7 @@ def show_relay_plan(
         digest, approval = None if needed is None else needed.digest(), None if approved is None else approved.id
         shown = None if way is None else vars(way) | {"seconds": round(way.seconds, 1)}
         typer.echo(json.dumps({"actions": actions, "digest": digest, "approval": approval, "way": shown}))
-        return
-    show_plan(connector.store, needed, ends, as_json=False)
-    if way is not None:
+    elif way is not None:
         moving = f"{show_size(way.moving_bytes)} of {show_size(way.source_bytes)} move"
         typer.echo(f"{escape(ends)}: {moving}, {way.how}")
         typer.echo(f"at no more than {show_rate(way.rate)}, so in {show_duration(way.seconds)} or more")

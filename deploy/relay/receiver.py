@@ -18,9 +18,9 @@ One request a line of JSON on stdin, one reply a line on stdout:
 
 ``{"ok": false, "message", "kind"}`` and exit code 1 end a session when anything is wrong; only of a fetch it goes on,
 with ``"sha256": null, "status", "message"``. What was received stays as ``.<name>.part-<transfer>`` beside the final
-name, for the same transfer to go on with; ``fresh`` says that there was nothing. ``committed`` is the file's sha256 when
-it is there already: another transfer of what is ``about`` the same brought it, or this one did and only the answer got
-lost. ``expected`` is the sha256 that the source says it has.
+name, for the same transfer to go on with; ``fresh`` says that there was nothing. ``committed`` is the file's sha256
+when it is there already: another transfer of what is ``about`` the same brought it, or this one did and only the answer
+got lost. ``expected`` is the sha256 that the source says it has.
 ``others`` are ranges, as [offset, length], that other sessions have stored since the last request: the session that
 opened the transfer takes the whole file's digest behind all of them, so that little of it is left for the end.
 
