@@ -23,10 +23,11 @@ from tasks.state import state_dir
 __all__ = ["Attempt", "AttemptHeldError", "Ledger", "LedgerBusyError", "LedgerError", "Seen", "State", "Watch"]
 
 FILE = "ledger.sqlite3"
-MOST_ATTEMPTS = 3
-"""Of one checkpoint in one suite that are made by themselves; somebody can ask for more."""
+MOST_ATTEMPTS = 5
+"""Of one checkpoint in one suite that are made by themselves, within a day; somebody can ask for more."""
 RETRY_SECONDS = 900.0
-"""Until a failed attempt is followed by the next one, four times as long after each."""
+"""Until a failed attempt is followed by the next one, four times as long after each: what failed for want of a free GPU
+must not be given up before the evening is over."""
 
 
 class AttemptHeldError(LedgerError):

@@ -66,17 +66,18 @@ class LedgerFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._own = threading.local()
-        with self.transaction() as connection:
-            (version,) = connection.execute("PRAGMA user_version").fetchone()
-            if version == 0:
-                for statement in SCHEMA.split(";"):
-                    connection.execute(statement)
-                connection.execute(f"PRAGMA user_version = {VERSION}")
-            elif version != VERSION:
-                raise LedgerError(
-                    f"{path} is of version {version}, and this program knows version {VERSION}: install the program "
-                    "that wrote it, or move the file away to begin a new one"
-                )
+        if self._version() != VERSION:
+            with self.transaction() as connection:
+                # asked again: another process may have made it meanwhile
+                if self._version() == 0:
+                    for statement in SCHEMA.split(";"):
+                        connection.execute(statement)
+                    connection.execute(f"PRAGMA user_version = {VERSION}")
+        if (version := self._version()) != VERSION:
+            raise LedgerError(
+                f"{path} is of version {version}, and this program knows version {VERSION}: install the program that "
+                "wrote it, or move the file away to begin a new one"
+            )
 
     def rows(self, query: str, values: Mapping[str, Any]) -> list[sqlite3.Row]:
         """What ``query`` finds, as it is at one moment."""
@@ -95,6 +96,9 @@ class LedgerFile:
                 connection.execute("ROLLBACK")
                 raise
             connection.execute("COMMIT")
+
+    def _version(self) -> int:
+        return int(self.rows("PRAGMA user_version", {})[0][0])
 
     def _connection(self) -> sqlite3.Connection:
         """This thread's own; a forked child opens another, because SQLite's cannot be shared with it."""
