@@ -151,18 +151,19 @@ def test_a_run_that_loses_its_host_hands_on_and_keeps_its_place_until_the_host_i
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_twenty_evaluations_of_which_a_host_dies_midway_are_all_done_once_and_by_both(shared: Shared) -> None:
-    count = 20
     from flows.deployments import deployment
+
+    count = 20
 
     workers.make_pool()
     made = str(deployment("evaluate_checkpoint", shared.hosts_file, work_pool_name=workers.POOL).apply())
     checkpoints = [shared.checkpoint(number) for number in range(count)]
+    for checkpoint in checkpoints:
+        shared.start(made, checkpoint)
     running = Workers(NAMES, shared.operator.folder / "logs")
     assert sorted(running.tend()) == sorted(NAMES)
     assert running.tend() == []
     try:
-        for checkpoint in checkpoints:
-            shared.start(made, checkpoint)
         # both have one under way; the first goes on to its end, and the second dies in the middle of its third
         shared.stands["ct129"].let_go()
         shared.stands["ct130"].let_go()
