@@ -10,6 +10,7 @@ from dflash.report import Report
 from dflash.trend import training_tau
 
 SHOWN_MISSES = 12
+UNTOLD = "A server does not tell these."
 
 
 _POSITION_FIGURES = (
@@ -26,6 +27,8 @@ def positions(report: Report) -> Html:
     for key, title, said, field in _POSITION_FIGURES:
         ours = getattr(metrics, field)
         theirs = getattr(reference, field) if reference is not None else []
+        if not ours and not theirs:  # a server does not tell this one
+            continue
         head: list[object] = ["slot", "drafter", *(["reference"] if reference is not None else [])]
         slots = max(len(ours), len(theirs))
         rows: list[list[object]] = [
@@ -40,7 +43,7 @@ def positions(report: Report) -> Html:
     return section(
         "positions",
         "By position in the block",
-        tag("div", *charts, class_="grid three"),
+        tag("div", *charts, class_="grid three") if charts else tag("p", UNTOLD, class_="note"),
         lead="How far into a block the drafts hold. Slot 0 is the anchor, the last known token; slots beyond the end "
         "of a completion count nowhere.",
     )
@@ -155,7 +158,7 @@ def curves(report: Report) -> Html:
     if metrics.random_anchor_tau is not None or report.training is not None:
         charts.append(_anchors(report))
     if not charts:
-        return section("curves", "Trees and other readings", tag("p", "A server does not tell these.", class_="note"))
+        return section("curves", "Trees and other readings", tag("p", UNTOLD, class_="note"))
     return section("curves", "Trees and other readings", tag("div", *charts, class_="grid three"))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from dflash.metrics import FEWEST_PROMPTS, Round
 from dflash.pages.document import document, masthead, section
-from dflash.pages.markup import Html, interval, join, number, percent, tag, text, visible
+from dflash.pages.markup import NONE, Html, interval, join, number, percent, tag, text, visible
 from dflash.pages.prompt_list import prompt_row, prompt_tools
 from dflash.pages.report_charts import curves, lengths, positions
 from dflash.pages.report_record import STATUS_WORDS, checks, pill, provenance
@@ -220,6 +220,8 @@ def _cards(metrics: Metrics, reference: Metrics | None) -> Iterable[Html]:
             ("speedup", "expected speed-up", said, lambda one: f"{number(one.speedup and one.speedup.expected, 2)}×")
         )
     for key, title, said, of in cards:
+        if of(metrics) == NONE:
+            continue
         yield tag(
             "div",
             tag("span", title, class_="title"),
@@ -251,50 +253,54 @@ def _prompts(report: Report, rounds: Sequence[Round]) -> Html:
         figures.append(tag("span", said, class_="counts"))
         sorted_by = {"tau": one.tau, "difference": difference, "tokens": one.tokens, "rounds": one.rounds}
         rows.append(prompt_row(place, one.id, bars, figures, sorted_by))
+    walked = bool(rounds) and bool(report.token_texts)
     lead = join(
         "Each bar is a prompt's τ from 1 to the block size",
-        ", the tick the reference's" if beside else "",
-        ". Open one to see every round: ",
-        tag("span", "accepted drafts", class_="key accepted"),
-        ", ",
-        tag("span", "the token that was right", class_="key missed"),
-        " where a ",
-        tag("del", "wrong draft", class_="key"),
-        " ended the round. Its number is its place among the drafter's candidates: ",
-        tag(
-            "span",
-            *(
-                tag("span", said, class_="missed", data_far=far)
-                for far, said in enumerate(("#2", "#3 to #8", "#9 to #64", "beyond"))
-            ),
-            class_="scale-of-ranks",
-        ),
-        ".",
+        ", the tick the reference's. " if beside else ". ",
+        _legend() if walked else "Open one to read its completion.",
     )
     left_out = (
         tag("p", f"Left out, for they were in the training data: {', '.join(report.left_out)}.", class_="note")
         if report.left_out
         else None
     )
-    untold = (
-        tag(
-            "p",
-            "The rounds of this measurement are not at hand, so completions are plain text."
-            if report.settings.mode != "served"
-            else "A server tells only its totals, so completions are plain text.",
-            class_="note",
-        )
-        if not rounds or not report.token_texts
-        else None
-    )
     return section(
         "prompts",
         "By prompt",
         left_out,
-        untold,
+        None if walked else tag("p", _why_plain(report, rounds), class_="note"),
         tools,
         tag("ol", *rows, class_="prompts" if beside else "prompts alone"),
         lead=lead,
+    )
+
+
+def _why_plain(report: Report, rounds: Sequence[Round]) -> str:
+    if report.settings.mode == "served":
+        return "A server tells only its totals, so completions are plain text."
+    if not rounds:
+        return "The rounds of this measurement are not at hand, so completions are plain text."
+    return (
+        "This report does not say what its tokens read as, so completions are plain text; measure again to see rounds."
+    )
+
+
+def _legend() -> Html:
+    """What the colours and signs of an opened prompt mean."""
+    ranks = ("#2", "#3 to #8", "#9 to #64", "beyond")
+    return join(
+        "Open one to see every round: ",
+        tag("span", "accepted drafts", class_="key accepted"),
+        ", and ",
+        tag("span", "the token that was right", class_="key missed"),
+        " where a ",
+        tag("del", "wrong draft", class_="key"),
+        " ended the round, with its place among the drafter's candidates: ",
+        tag(
+            "span",
+            *(tag("span", said, class_="missed", data_far=far) for far, said in enumerate(ranks)),
+            class_="scale-of-ranks",
+        ),
     )
 
 
