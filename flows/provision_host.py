@@ -20,6 +20,7 @@ from tasks import provisioning
 from tasks.approvals import Approved
 from tasks.environments import ProfileName
 from tasks.errors import Refused
+from tasks.facts import Questions
 from tasks.inventory import Host
 from tasks.provision_errors import HostChangedError
 from tasks.provisioning import MOST_TRIES, Environment, Observation, Prepared
@@ -50,7 +51,7 @@ def provision_host(
             plan = provisioning.plan_observation(one, asked) if prepared is None else prepared.plan
             try:
                 if prepared is None:
-                    seen = observe_step(connector, one, require(connector.store, plan))
+                    seen = observe_step(connector, one, require(connector.store, plan), asked)
                     prepared = prepare_step(one, seen, profile, python, refresh=refresh)
                     plan = prepared.plan
                 environment = build_step(connector, prepared, require(connector.store, plan))
@@ -67,9 +68,9 @@ def provision_host(
 
 
 @task(name="observe", task_run_name="look at {host.name}", cache_policy=NO_CACHE)
-def observe_step(connector: Connector, host: Host, approved: Approved | None) -> Observation:
+def observe_step(connector: Connector, host: Host, approved: Approved | None, asked: Questions) -> Observation:
     """Ask the host what it is and what environments it has."""
-    return provisioning.observe(connector, host, approved, provisioning.questions(host))
+    return provisioning.observe(connector, host, approved, asked)
 
 
 @task(name="gather", task_run_name="wheels for {host.name}", cache_policy=NO_CACHE)

@@ -46,9 +46,12 @@ from tasks.process import last_line
 from tasks.provision_errors import (
     PROBLEMS,
     BuildFailedError,
+    CurrentTakenError,
+    GpuMissingError,
     HostChangedError,
     HostDiskFullError,
     InterruptedProvisionError,
+    NoPythonError,
     ProvisionError,
 )
 from tasks.relay import relay
@@ -59,6 +62,8 @@ from tasks.wheelhouse import FULL, Wheelhouse, pack, sha256_of, unpacked_bytes
 
 REMEMBERED_SECONDS = 24 * 3600.0
 MOST_TRIES = 3
+MENDED_THERE = (HostDiskFullError, CurrentTakenError, NoPythonError, GpuMissingError)
+"""What is wrong with a host that was seen, and not with what is asked of it."""
 PROBED = "pip/"
 """The project whose page tells whether an index is there."""
 INDEX_OF_PIP = (
@@ -241,12 +246,17 @@ def recalled(
 ) -> Prepared | None:
     """What is to be done on a protected ``host`` as it was seen to be; None where it has to be looked at (again).
 
-    That it needed nothing then says nothing about now. Raises as :func:`decide` and :func:`prepare`.
+    That it needed nothing then says nothing about now, nor does it that it had no room. Raises as :func:`decide` and :func:`prepare`.
     """
     seen = remembered(host) if host.protected else None
     if seen is None:
         return None
-    prepared = prepare(decide(host, seen, profile, python=python, refresh=refresh, notice=notice), seen, notice)
+    try:
+        prepared = prepare(decide(host, seen, profile, python=python, refresh=refresh, notice=notice), seen, notice)
+    except MENDED_THERE:
+        # by now it may have been
+        forget(host)
+        return None
     return prepared if prepared.actions else None
 
 

@@ -163,6 +163,22 @@ def test_that_nothing_was_to_do_yesterday_is_not_remembered_as_so_today(small: S
     assert provisioning.next_plan(train, "slim", python=RELEASE) == looking
 
 
+def test_what_was_wrong_with_a_host_is_looked_at_again_and_not_remembered(
+    small: Small,
+) -> None:
+    train = small.operator.train
+    looking = plan_observation(train, questions(train))
+    assert looking is not None
+    small.folder.mkdir()
+    (small.folder / "current").mkdir()
+    seen = observe(small.operator.connector, train, approve(small.operator, looking), questions(train))
+    with pytest.raises(CurrentTakenError):
+        prepare(decide(train, seen, "slim", python=RELEASE), seen)
+    assert provisioning.remembered(train) == seen
+    assert provisioning.next_plan(train, "slim", python=RELEASE) == looking
+    assert provisioning.remembered(train) is None
+
+
 SESSIONS = {1: "facts", 2: "look", 3: "folder", 4: "parcel", 5: "build"}
 
 
