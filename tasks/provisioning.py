@@ -246,7 +246,8 @@ def recalled(
 ) -> Prepared | None:
     """What is to be done on a protected ``host`` as it was seen to be; None where it has to be looked at (again).
 
-    That it needed nothing then says nothing about now, nor does it that it had no room. Raises as :func:`decide` and :func:`prepare`.
+    That it needed nothing then says nothing about now, nor does it that it had no room. Raises as :func:`decide` and
+    :func:`prepare`.
     """
     seen = remembered(host) if host.protected else None
     if seen is None:
