@@ -398,7 +398,7 @@ _QUEUE_WHAT_IS_NEW = (
     WHERE number > coalesce((SELECT queued_to FROM suites WHERE suite = :suite), 0)
     AND NOT EXISTS (SELECT 1 FROM attempts WHERE identity = checkpoints.identity AND suite = :suite)
     """,
-    "INSERT OR REPLACE INTO suites (suite, queued_to) SELECT :suite, max(number) FROM checkpoints HAVING count(*) > 0",
+    "INSERT OR REPLACE INTO suites (suite, queued_to) SELECT :suite, coalesce(max(number), 0) FROM checkpoints",
 )
 _WAITING = """
 WITH waiting AS (

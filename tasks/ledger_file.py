@@ -21,7 +21,7 @@ SCHEMA = """
 CREATE TABLE checkpoints (
     number INTEGER PRIMARY KEY, identity TEXT NOT NULL UNIQUE, host TEXT NOT NULL, path TEXT NOT NULL, step INTEGER,
     seen REAL NOT NULL, written REAL, gone REAL
-) STRICT;
+);
 CREATE INDEX checkpoints_by_place ON checkpoints (host, path);
 CREATE TABLE attempts (
     identity TEXT NOT NULL REFERENCES checkpoints (identity), suite TEXT NOT NULL,
@@ -30,21 +30,21 @@ CREATE TABLE attempts (
     host TEXT, job TEXT, flow_run TEXT, report TEXT, tau REAL, low REAL, high REAL, message TEXT NOT NULL DEFAULT '',
     updated REAL NOT NULL, restarts INTEGER NOT NULL DEFAULT 0, not_before REAL,
     PRIMARY KEY (identity, suite, number)
-) STRICT;
+);
 CREATE UNIQUE INDEX attempts_open ON attempts (identity, suite) WHERE state IN ('seen', 'relayed');
 CREATE INDEX attempts_failed ON attempts (suite, identity, number) WHERE state = 'failed';
 CREATE INDEX attempts_by_time ON attempts (updated);
-CREATE TABLE suites (suite TEXT PRIMARY KEY, queued_to INTEGER NOT NULL) STRICT;
+CREATE TABLE suites (suite TEXT PRIMARY KEY, queued_to INTEGER NOT NULL);
 CREATE TABLE queue (
     suite TEXT NOT NULL, identity TEXT NOT NULL REFERENCES checkpoints (identity), PRIMARY KEY (suite, identity)
-) STRICT;
+);
 CREATE TABLE nights (
     date TEXT NOT NULL, suite TEXT NOT NULL, content TEXT NOT NULL, recorded REAL NOT NULL, PRIMARY KEY (date, suite)
-) STRICT;
+);
 CREATE TABLE watches (
     source TEXT PRIMARY KEY, state TEXT NOT NULL, request TEXT, looked REAL, message TEXT NOT NULL, since REAL NOT NULL
-) STRICT;
-CREATE TABLE memories (source TEXT PRIMARY KEY, content TEXT NOT NULL) STRICT;
+);
+CREATE TABLE memories (source TEXT PRIMARY KEY, content TEXT NOT NULL);
 """
 
 
