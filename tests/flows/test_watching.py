@@ -3,6 +3,7 @@
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,15 +12,17 @@ from uuid import UUID
 
 import pytest
 
+from flows import events
 from flows.notify import save_block
 from flows.watch_training import StandsStillError, watch_training
-from flows.watching import Looks, Watching, sources, watch
+from flows.watching import Looks, Watching, saved_trigger, sources, watch
 from tasks.evaluation import Suite
 from tasks.inventory import Location
 from tasks.ledger import Ledger, Watch
 from tasks.watch import Rules, evaluation_key, plan_watch
-from tests.flows.conftest import Operator
-from tests.prefect_api import ask, free_port, run_here, state
+from tests.flows.conftest import Operator, _send_what_waits
+from tests.prefect_api import Server, ask, copy_database, free_port, run_here, state
+from tests.prefect_api import running as server_running
 from tests.receivers import Webhook, running
 from tests.tasks import checkpoints
 
@@ -331,6 +334,42 @@ def test_the_loop_looks_until_it_is_told_to_stop_and_wakes_whoever_starts_runs(w
 
 
 @pytest.mark.slow
+def test_an_event_starts_the_evaluation_instead_and_nothing_is_evaluated_twice(
+    watched: Watched, shared_server: Server, tmp_path: Path
+) -> None:
+    from prefect.settings import PREFECT_API_URL, temporary_settings
+
+    from flows.deployments import deployment
+
+    home = tmp_path / "prefect"
+    copy_database(shared_server.home, home)
+    by_event = replace(watched.watching, rules=Rules(by_event=True))
+    server = Server(home, PREFECT_SERVER_UI_ENABLED="false")
+    with server_running(server), temporary_settings({PREFECT_API_URL: server.api}):
+        here = replace(watched, api=server.api)
+        options = {"triggers": [saved_trigger(by_event)]}
+        triggered = deployment("evaluate_checkpoint", watched.operator.hosts_file, **options)
+        triggered.name = watched.watching.deployment.rpartition("/")[2]
+        triggered.apply()
+        watched.approve()
+        checkpoints.step(watched.folder, 1)
+        assert watched.look(by_event).state == "watching"
+        (run,) = appeared(here, 1)
+        (checkpoint,) = watched.ledger.checkpoints()
+        assert run["parameters"]["identity"] == checkpoint.identity
+        run_here(run["id"])
+        # the same news in other words is another event, and a run of its own
+        again = {"identity": checkpoint.identity, "source": run["parameters"]["source"], "attempt": 1}
+        events.emit(events.CHECKPOINT_SAVED, checkpoint.identity, **again)
+        assert watched.look(by_event).state == "watching"
+        for other in appeared(here, 2):
+            run_here(other["id"])
+        attempts = watched.ledger.attempts()
+        assert [(one.state, one.number, one.flow_run) for one in attempts] == [("evaluated", 1, run["id"])]
+        _send_what_waits()
+
+
+@pytest.mark.slow
 def test_a_look_by_its_flow_ends_in_the_state_of_the_watch(watched: Watched) -> None:
     parameters: dict[str, Any] = {
         "source": watched.watching.source,
@@ -362,6 +401,16 @@ def test_every_training_host_with_checkpoints_is_watched_where_nobody_says_what(
     assert sources(watched.operator.connector.inventory) == ()
     watched.change_host(checkpoints="/workspace/checkpoints")
     assert sources(watched.operator.connector.inventory) == ("kpro6:/workspace/checkpoints",)
+
+
+def appeared(watched: Watched, count: int) -> list[dict[str, Any]]:
+    """The runs of the evaluation once there are so many."""
+    deadline = time.monotonic() + 120
+    while len(watched.runs) < count:
+        assert time.monotonic() < deadline, "no event started it"
+        time.sleep(0.5)
+    assert len(watched.runs) == count
+    return watched.runs
 
 
 def delete(api: str, *runs: str) -> None:
