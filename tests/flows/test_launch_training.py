@@ -55,12 +55,16 @@ def dflash_ops(*argv: str) -> Result:
     return CliRunner().invoke(app, argv)
 
 
-def test_a_torchrun_script_goes_on_when_the_operators_side_is_killed(
-    operator: Operator, remote: Path, prefect_api: str, tmp_path: Path
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_script_goes_on_when_the_operators_side_is_killed(
+    operator: Operator, remote: Path, prefect_api: str, tmp_path: Path, ranks: int
 ) -> None:
+    """Started by Python; of several ranks, which takes longer, by torchrun."""
     (tmp_path / "train.py").write_text(SCRIPT)
-    command = [str(TORCHRUN), "--standalone", "--nproc-per-node", "2", "{script}", str(remote)]
-    file = run_file(tmp_path, host="ct129", command=command, script="train.py")
+    torchrun = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(ranks)]
+    command = ["python3", "-u"] if ranks == 1 else torchrun
+    env = {"RANK": 0} if ranks == 1 else {}
+    file = run_file(tmp_path, host="ct129", command=[*command, "{script}", str(remote)], script="train.py", env=env)
     env = {**os.environ, "PREFECT_API_URL": prefect_api}
     shown = tmp_path / "shown"
     with shown.open("wb") as output:
@@ -69,7 +73,8 @@ def test_a_torchrun_script_goes_on_when_the_operators_side_is_killed(
             argv, env=env, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True
         )  # fmt: skip
     try:
-        wait_for(lambda: {"rank 0 step 1", "rank 1 step 1"} <= set(shown.read_text().splitlines()), seconds=240)
+        begun = {f"rank {rank} step 1" for rank in range(ranks)}
+        wait_for(lambda: begun <= set(shown.read_text().splitlines()), seconds=240)
     finally:
         os.killpg(following.pid, signal.SIGKILL)
         following.wait()
@@ -78,15 +83,14 @@ def test_a_torchrun_script_goes_on_when_the_operators_side_is_killed(
     (job,) = [path.name for path in (remote / "jobs").iterdir() if path.is_dir()]
     ended = wait_for(lambda: (remote / "jobs" / job / "exit").exists() and (remote / "jobs" / job / "exit").read_text())
     assert json.loads(ended)["exit"] == 0, (remote / "jobs" / job / "output.log").read_text()
-    assert (remote / "done-0").exists()
-    assert (remote / "done-1").exists()
+    assert sorted(path.name for path in remote.glob("done-*")) == [f"done-{rank}" for rank in range(ranks)]
 
     (listed,) = json.loads(dflash_ops("jobs", "list", "--json").stdout)
     assert (listed["host"], listed["job"], listed["state"], listed["exit"]) == ("ct129", job, "exited", 0)
     asked = dflash_ops("jobs", "status", "ct129", job)
     assert asked.exit_code == 0
     assert f"{job} on ct129: exited 0" in asked.stdout
-    assert f"command: {TORCHRUN} --standalone" in asked.stdout
+    assert f"command: {' '.join(command)}" in asked.stdout
     whole = dflash_ops("jobs", "logs", "ct129", job).stdout_bytes
     assert whole == (remote / "jobs" / job / "output.log").read_bytes()
     assert dflash_ops("jobs", "logs", "ct129", job, "--offset", "9").stdout_bytes == whole[9:]

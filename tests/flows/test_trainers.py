@@ -30,7 +30,7 @@ import torch
 
 for name in ("nms", "qnms"):  # PyPI's torchvision is built for CUDA, and transformers imports it for images
     torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-torch.accelerator.current_accelerator = lambda check_available=False: torch.device("cpu")
+torch.accelerator.current_accelerator = lambda check_available=False: None if check_available else torch.device("cpu")
 torch.accelerator.synchronize = lambda *_: None
 torch.accelerator.is_available = lambda: False
 torch.Tensor.pin_memory = lambda self, *_: self
