@@ -22,10 +22,10 @@ from tasks.ledger import MOST_ATTEMPTS, Attempt, Ledger, Seen
 from tasks.ssh import ConnectionFailed, Connector
 
 
-class CheckpointChangedError(EvaluationError):
+class CheckpointReplacedError(EvaluationError):
     """Another checkpoint lies where the one that was seen lay; it is seen by itself."""
 
-    state_name = "CheckpointChanged"
+    state_name = "CheckpointReplaced"
 
 
 @dataclass(frozen=True)
@@ -92,10 +92,10 @@ def host_of_job(case: Case, own: Host, not_on: Collection[str] = ()) -> Host | N
 
 
 def required_identity(case: Case, prepared: Prepared) -> None:
-    """Raise :class:`CheckpointChangedError`, and end the attempt, when another content arrived than the one seen."""
+    """Raise :class:`CheckpointReplacedError`, and end the attempt, when another content arrived than the one seen."""
     if prepared.identity != case.attempt.identity:
         case.ledger.finish(case.attempt, "superseded", message="another checkpoint lies in its place")
-        raise CheckpointChangedError(
+        raise CheckpointReplacedError(
             f"{prepared.relay.source} is not the checkpoint any more that was seen there; the one that lies there now "
             "is found by the watch, or evaluate it by name"
         )

@@ -148,7 +148,7 @@ class Gpu(Section):
     """GiB of the free memory that an evaluation leaves to others."""
     kernel: Literal["auto", "fla", "torch"] = "auto"
     """How linear attention is computed; the kernel of the training, or the taps differ."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """What the target computes in."""
     offload: Literal["auto"] | bool = "auto"
     """Stream the target's layers from its files, for a GPU that cannot hold them."""

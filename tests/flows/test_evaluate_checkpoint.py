@@ -99,7 +99,7 @@ def test_another_checkpoint_in_its_place_ends_the_attempt_and_is_not_given_its_n
     ledger = see(operator, "what was seen", operator.checkpoint)
     save_file({"fc.weight": np.zeros((16, 16), np.float32)}, operator.checkpoint)
     final = evaluated(operator, operator.checkpoint, identity="what was seen", attempt=1)
-    assert (final.type.value, final.name) == ("FAILED", "CheckpointChanged")
+    assert (final.type.value, final.name) == ("FAILED", "CheckpointReplaced")
     assert [one.state for one in ledger.attempts()] == ["superseded"]
     assert there.starts() == {}
 
