@@ -74,8 +74,8 @@ def check(
         typer.echo(json.dumps(shown, indent=2))
     else:
         _show_checks(found)
-    for refusal in refusals[:-1]:
-        typer.echo(f"error: {refusal}", err=True)
+    for other in refusals[:-1]:
+        typer.echo(f"error: {other}", err=True)
     if refusals:
         raise refusals[-1]
     if any(map(host_check.failed, found.values())):
