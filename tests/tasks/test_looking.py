@@ -14,6 +14,7 @@ import pytest
 from dflash.manifest import DRAFTER, MANIFEST
 from tasks import ends, looking
 from tasks.ends import LocalReader
+from tasks.errors import FileChanged
 from tasks.gate import ByteStream
 from tasks.inventory import Location
 from tasks.looking import Look, Memory, NoSuchFolderError, TooManyFoldersError, look, step_of
@@ -321,6 +322,24 @@ def test_a_look_that_breaks_in_the_middle_has_seen_nothing(folder: Folder, monke
         folder.look()
     found = folder.look()
     assert (names(found), found.vanished) == (["step_2", "step_3"], (before.identity,))
+
+
+def test_a_file_that_changes_while_it_is_read_costs_its_session_and_keeps_no_other_from_counting(
+    folder: Folder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in (1, 2, 3):
+        written(checkpoints.step(folder.path, number), 1000.0 + number)
+    original, ended = looking.select, []
+
+    def refused(place: Any) -> Any:
+        if place.place.endswith("step_2") and not ended:
+            ended.append(place)
+            raise FileChanged("it is not the file that was first seen")
+        return original(place)
+
+    monkeypatch.setattr(looking, "select", refused)
+    assert names(folder.look()) == ["step_1", "step_3"]
+    assert names(folder.settled()) == ["step_2"]
 
 
 def test_too_many_folders_are_said_not_crawled(folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
