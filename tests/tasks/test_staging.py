@@ -333,7 +333,7 @@ class TestByHost:
         way.relay(uploads=uploads)
         assert way.whole()
         read = sum(entry["bytes"] for entry in way.operator.events("end")) - SIZE
-        assert read == CHUNK
+        assert read == CHUNK + 4
 
     @pytest.mark.slow
     def test_plan_names_every_byte_and_object_and_is_the_same_until_something_arrives(self, way: Way) -> None:
