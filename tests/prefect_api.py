@@ -27,6 +27,9 @@ LEAN = {
     # the API is what is needed: without the page and what looks after schedules it is up sooner
     **{f"PREFECT_SERVER_SERVICES_{name}_ENABLED": "false" for name in ("SCHEDULER", "LATE_RUNS", "TRIGGERS")},
     "PREFECT_SERVER_UI_ENABLED": "false",
+    # as of dflash-ops serve: a statement that has to wait is not a failure
+    "PREFECT_SERVER_DATABASE_TIMEOUT": "60",
+    "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
 }
 START_SECONDS = 400.0
 STOP_SECONDS = 30.0

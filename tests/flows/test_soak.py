@@ -67,9 +67,12 @@ class Faults:
         os.killpg(self._stage.served[-1].pid, signal.SIGTERM)
 
     def kill_run(self) -> None:
+        ours = f"DFLASH_STATE={self._stage.state}".encode()
         for pid in alive().values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+            with suppress(OSError):
+                # other tests may have runs on this machine
+                if ours in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    os.kill(pid, signal.SIGKILL)
 
     def drop_host(self) -> None:
         self._stage.site.ordinary.restart()
