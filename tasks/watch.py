@@ -188,6 +188,13 @@ def hand_on(
     return Handed(tuple(begun), tuple(restarted), tuple(failed))
 
 
+def leave(ledger: Ledger, source: Location, suite: str) -> None:
+    """End what is open in a ``suite`` that ``source`` is not watched for any more, and at which nobody is at work."""
+    for attempt in ledger.open_attempts(suite):
+        if _is_below(source, _checkpoint(ledger, attempt)) and not ledger.is_held(attempt):
+            ledger.finish(attempt, "superseded", message="the watch asks another suite now")
+
+
 Verdict = Literal["leave", "start", "postpone", "again", "give up", "gone", "cancelled"]
 
 

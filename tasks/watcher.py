@@ -16,7 +16,7 @@ from tasks.errors import HostBusy, Refused
 from tasks.inventory import Location
 from tasks.ledger import Ledger, LedgerError, Seen, Watch
 from tasks.looking import Look, Memory
-from tasks.watch import LOOK_SECONDS, Handed, Order, Rules, Runs, hand_on, take
+from tasks.watch import LOOK_SECONDS, Handed, Order, Rules, Runs, hand_on, leave, take
 from tasks.watch_grants import GrantEndedError, WatchNotApprovedError
 
 WATCHING = "watching"
@@ -129,6 +129,10 @@ class Watcher:
         if self._memory is None:
             content = self._ledger.memory(self.name)
             self._memory, self._told = Memory.load(content.get("look", {})), content.get("told", {})
+            former = content.get("suite", self.suite)
+            if former != self.suite:
+                leave(self._ledger, self.source, former)
+                self._remember()
         return self._memory
 
     def _take(self, look: Look, now: float) -> None:
@@ -141,7 +145,7 @@ class Watcher:
 
     def _remember(self) -> None:
         memory = self._remembered()
-        self._ledger.remember(self.name, {"look": memory.dump(), "told": self._told})
+        self._ledger.remember(self.name, {"look": memory.dump(), "told": self._told, "suite": self.suite})
         memory.changed = False
 
     def _hand_on(self, now: float, *, begin: bool) -> DFlashError | None:

@@ -457,6 +457,23 @@ def test_looking_goes_on_while_prefect_is_away(world: World) -> None:
     assert list(world.runs.orders) == ["run-1"]
 
 
+def test_what_is_open_in_a_suite_that_is_not_asked_any_more_ends_unless_somebody_is_at_work(world: World) -> None:
+    world.looks = [found(1, 2)]
+    world.watcher.look()
+    at_work = world.ledger.begin("manifest:2", SUITE)
+    world.restart()
+    world.watcher.suite = "b" * 64
+    with world.ledger.held(at_work):
+        world.watcher.look()
+    states = {one.identity: one.state for one in world.ledger.attempts(suite=SUITE)}
+    assert states == {"manifest:1": "superseded", "manifest:2": "seen"}
+    assert len(world.ledger.open_attempts("b" * 64)) == 2
+    world.restart()
+    world.watcher.suite = "b" * 64
+    world.watcher.look()
+    assert len(world.ledger.open_attempts("b" * 64)) == 2
+
+
 def test_what_could_not_be_told_is_told_with_a_later_look(world: World) -> None:
     world.people.deaf = True
     world.refuses = GrantEndedError("it has ended")
