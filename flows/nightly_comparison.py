@@ -13,7 +13,7 @@ from prefect import flow, get_run_logger
 from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run as this_run
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, UsageError
 from dflash.report import Report
 from flows import events
 from flows.awaiting import awaiting_approval, require
@@ -44,7 +44,10 @@ PASSING = (ConnectionFailed, AttemptHeldError, GpuBusyError, ServedModelSlowErro
 
 def _run_name() -> str:
     asked = this_run.parameters
-    return f"compare the night of {NightTime.of_cron(asked['cron'], asked['timezone']).date(_now())}"
+    try:
+        return f"compare the night of {NightTime.of_cron(asked['cron'], asked['timezone']).date(_now())}"
+    except UsageError:  # the flow itself says what is wrong with them
+        return "compare a night"
 
 
 @flow(name="nightly-comparison", flow_run_name=_run_name)

@@ -16,7 +16,10 @@ TOKENS = 256
 def report(
     step: int, level: float = 1.0, *, prompts_sha256: str = "22", fingerprint: str = "11", invalid: str | None = None
 ) -> Report:
-    """A drafter that is ``level`` times as good as others; the reference is 1.3 times as good."""
+    """A drafter that is ``level`` times as good as others; the reference is 1.3 times as good.
+
+    Of a served model, whose report has totals and no rounds.
+    """
     random = np.random.default_rng(step)
     ease = np.exp(np.random.default_rng(0).normal(1.4, 0.4, PROMPTS))
     rounds = np.round((TOKENS - 1) / (ease * level * np.exp(random.normal(0, 0.02, PROMPTS)))).astype(int)
@@ -33,7 +36,7 @@ def report(
         )
         for place, (ours, other) in enumerate(zip(rounds, theirs, strict=True))
     ]
-    settings = {"mode": "replay", "max_new_tokens": TOKENS, "ignore_eos": True, "thinking": None, "block_size": 16}
+    settings = {"mode": "served", "max_new_tokens": TOKENS, "ignore_eos": True, "thinking": None, "block_size": 16}
     settings |= {"mask_token_id": 1, "target_layer_ids": [1], "prompts": "p", "prompts_sha256": prompts_sha256}
     settings |= {"num_prompts": PROMPTS, "max_blocks": None, "completions": "target", "completion_agreement": 1.0}
     target = {"path": "t", "class": "C", "tensors": 3, "kernel": "fla", "dtype": "bfloat16", "fingerprint": fingerprint}
@@ -58,7 +61,7 @@ def write(made: Report, folder: Path) -> Path:
     """The files of a finished evaluation in ``folder``."""
     folder.mkdir(parents=True)
     (folder / "report.json").write_text(made.to_json())
-    (folder / "rounds.jsonl").write_text("{}\n")
+    (folder / "rounds.jsonl").touch()
     (folder / "report.md").write_text("# a report\n")
     return folder
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 import pytest
 
+from dflash.errors import UsageError
 from flows.notify import NotNotifiedError, save_block
 from tasks.errors import Refused
 from tasks.evaluation import Suite
@@ -154,6 +155,16 @@ def test_without_an_approval_the_night_waits_for_it_and_people_are_told(nights: 
     assert "no comparison" in told["subject"]
     assert "dflash-ops guard approve" in told["body"]
     assert nights.stage.ledger.nights(nights.suite.digest()) == []
+
+
+def test_a_schedule_that_is_none_fails_with_a_sentence(nights: Nights, prefect_api: str) -> None:
+    import flows.nightly_comparison as module
+
+    with pytest.raises(UsageError, match="minute and hour as in"):
+        module.nightly_comparison(hosts=nights.stage.hosts_file, cron="@daily", again_after=())
+    (run,) = ask(prefect_api, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
+    assert (run["name"], run["state_type"]) == ("compare a night", "FAILED")
+    assert "minute and hour as in" in run["state"]["message"]
 
 
 def test_a_night_that_somebody_could_not_be_told_is_recorded_and_its_run_named(
