@@ -2,14 +2,16 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
 from dflash.cli_options import JsonOption, text
-from dflash.trend import Trend, training_tau
+
+if TYPE_CHECKING:
+    from dflash.trend import Trend
 
 app = typer.Typer(help="Pages and pictures of reports.", no_args_is_help=True)
 
@@ -77,7 +79,9 @@ def _way(page: Path, folder: Path) -> str:
     return Path(os.path.relpath(folder.resolve(), page.resolve().parent)).as_posix()
 
 
-def _show(found: Trend, files: list[Path]) -> None:
+def _show(found: "Trend", files: list[Path]) -> None:
+    from dflash.trend import training_tau
+
     console = Console(highlight=False, soft_wrap=True)
     for series in found.series:
         table = Table("step", "τ", "95 % interval", "reference", "training says", "", box=None, padding=(0, 2, 0, 0))

@@ -280,9 +280,7 @@ def _why_plain(report: Report, rounds: Sequence[Round]) -> str:
         return "A server tells only its totals, so completions are plain text."
     if not rounds:
         return "The rounds of this measurement are not at hand, so completions are plain text."
-    return (
-        "This report does not say what its tokens read as, so completions are plain text; measure again to see rounds."
-    )
+    return "This report does not say what its tokens read as, so completions are plain text; measure again."
 
 
 def _legend() -> Html:

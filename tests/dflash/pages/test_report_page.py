@@ -18,6 +18,7 @@ from dflash.plots import NoPlotsError, comparison_plots, report_plots
 from dflash.report import read_report
 from dflash.rounds_file import RoundsError, read_rounds
 from tests.dflash.pages.reports import WRONG, made, words, write
+from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
 
 @pytest.fixture
@@ -171,3 +172,17 @@ def test_a_comparison_refuses_what_compare_refuses() -> None:
         comparison_page([good, good.model_copy(update={"valid": False, "invalid_because": ["kernel"]})])
     with pytest.raises(ValueError, match="two reports"):
         comparison_page([good])
+
+
+@pytest.mark.slow
+def test_an_evaluation_draws_its_charts_when_asked(run_dflash, tmp_path: Path) -> None:
+    write_target(tmp_path / "target")
+    write_drafter(tmp_path / "drafter")
+    write_prompts(tmp_path / "prompts.jsonl")
+    done = run_dflash(
+        *("evaluate", "--target", tmp_path / "target", "--checkpoint", tmp_path / "drafter", "--device", "cpu"),
+        *("--prompts", tmp_path / "prompts.jsonl", "--max-new-tokens", 12, "--ignore-eos", "--plots"),
+        *("--output", tmp_path / "report"),
+    )
+    assert done.returncode == 0, done.err
+    assert (tmp_path / "report" / "plots" / "report.png").read_bytes().startswith(b"\x89PNG")
