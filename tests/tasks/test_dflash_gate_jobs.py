@@ -185,3 +185,24 @@ def test_a_record_that_lies_leads_to_no_other_process_group(
 
 def test_there_is_no_signal_for_a_job_that_is_not_there(changes: Changes, jobs: Path) -> None:
     assert "No such file" in changes.failure(changes.named(Signal, jobs=str(jobs), job="other", signal="TERM"))
+
+
+def test_the_record_of_a_job_tells_whether_it_lives_and_nothing_else_does(changes: Changes, jobs: Path) -> None:
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert changes.of(launch_of(changes.host, jobs, "sleep 300"))[0] == 0
+    record = jobs / "train-1" / "job.json"
+
+    def told(path: Path) -> dict[str, Any]:
+        approval = changes.program.operator.approve(root=str(jobs))
+        status, (_, found) = changes.program.run(approval, {"verb": "stat", "path": str(path)})
+        assert (status, found["ok"]) == (0, True)
+        return {name: found.get(name) for name in ("boot", "lives")} if "now" in found else {}
+
+    assert told(record) == {"boot": boot, "lives": True}
+    assert told(jobs / "train-1" / "heartbeat") == {}
+    os.killpg(json.loads(record.read_text())["pid"], signal.SIGKILL)
+    assert _exit_of(jobs) == -9
+    assert told(record) == {"boot": boot, "lives": False}
+    for lie in ("{", "[]", '{"pid": 1, "birth": "b:1"}', '{"pid": "1", "birth": 1}'):
+        record.write_text(lie)
+        assert told(record).get("lives") in (None, False)
