@@ -108,7 +108,7 @@ class Part:
                 if os.fstat(self.fd).st_size != self.size:
                     return False
                 self.whole = Whole(self.feed)
-                return self.whole.finish(self.size) == fields["sha256"]
+                return bool(self.whole.finish(self.size) == fields["sha256"])
         return False
 
     def open(self) -> bool:
