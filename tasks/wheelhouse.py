@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import signal
 import sys
 import tarfile
 import tempfile
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import metadata
 from pathlib import Path
+from threading import Timer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
@@ -231,23 +233,24 @@ def _pip(
         "--disable-pip-version-check",
         "--no-input",
     ]
-    deadline = time.monotonic() + PIP_SECONDS
     with (
         log.open("wb") as stderr,
         process.start(argv, stdin=process.DEVNULL, stdout=process.PIPE, stderr=stderr) as running,
     ):
         assert running.stdout is not None
+        late = Timer(PIP_SECONDS, running.kill)
+        late.start()
         try:
             for line in running.stdout:
                 if notice is not None and line.strip().startswith(b"Downloading "):
                     notice(said(line.decode("utf-8", "replace").strip()))
-                if time.monotonic() > deadline:
-                    raise IndexUnreachableError(
-                        f"pip did not end within {PIP_SECONDS:.0f} s; look at the way to the index"
-                    )
         except BaseException:
             running.kill()
             raise
+        finally:
+            late.cancel()
+    if running.returncode == -signal.SIGKILL:
+        raise IndexUnreachableError(f"pip did not end within {PIP_SECONDS:.0f} s; look at the way to the index")
     if running.returncode:
         raise failure(log.read_text("utf-8", "replace"), target)
 
