@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import typer
 
+from dflash.errors import DFlashError
 from flows.terminal import show_plan
 from tasks.actions import escape
 from tasks.approvals import Approval
@@ -38,14 +39,19 @@ def show_relay_plan(
     *,
     as_json: bool,
 ) -> None:
-    """Print what has to be approved and, where the source may be looked at, the way that ``found`` finds."""
+    """Print what has to be approved and, where the source may be looked at, the way that ``found`` finds.
+
+    The first is printed also where looking fails, which is raised then.
+    """
     approved = None if needed is None else connector.store.find(needed)
     if not as_json:
-        # also where looking at the source fails
         show_plan(connector.store, needed, ends, as_json=False)
-    way = None
+    way, failure = None, None
     if needed is None or approved is not None:
-        way = found(None if approved is None else approved.read)
+        try:
+            way = found(None if approved is None else approved.read)
+        except DFlashError as error:
+            failure = error
     if as_json:
         actions = [] if needed is None else [action.model_dump(mode="json") for action in needed.actions]
         digest, approval = None if needed is None else needed.digest(), None if approved is None else approved.id
@@ -55,3 +61,5 @@ def show_relay_plan(
         moving = f"{show_size(way.moving_bytes)} of {show_size(way.source_bytes)} move"
         typer.echo(f"{escape(ends)}: {moving}, {way.how}")
         typer.echo(f"at no more than {show_rate(way.rate)}, so in {show_duration(way.seconds)} or more")
+    if failure is not None:
+        raise failure
