@@ -115,9 +115,9 @@ def relay_objects(
 
     The source is read once: what goes to further destinations comes out of the first object that it became.
     """
-    for place in destinations:
-        if not is_object(place):
-            check_destination(connector.inventory.location(place))
+    for end in destinations:
+        if not is_object(end):
+            check_destination(connector.inventory.location(end))
     start = None if is_object(source) else connector.inventory.location(source)
     needed = None
     if start is not None:
