@@ -27,6 +27,7 @@ from tasks.ledger import Ledger, Seen
 from tasks.ssh import ConnectionFailed, Connector
 from tests.evaluators import StandIn
 from tests.sshds import Operator, Site, another_sshd
+from tests.tiny import Pair
 
 SUITE = Suite(default_prompts(), max_new_tokens=24, thinking="off")
 IDENTITY = "step 100"
@@ -391,3 +392,37 @@ def test_what_a_host_was_left_with_is_ended_when_its_attempt_has_a_result_elsewh
         assert evaluating.end_leftover(left, bench.host)
     ended = jobs.follow(bench.connector, bench.host, None, job, lambda piece: None, poll=0.1)
     assert (ended.state, ended.exit) == ("exited", -signal.SIGTERM)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_real_evaluation_runs_as_a_job_with_every_setting_and_takes_its_turn(
+    site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tiny_hybrid: Pair
+) -> None:
+    monkeypatch.setenv("DFLASH_STATE", str(tmp_path / "state"))
+    (tmp_path / "state").mkdir()
+    program = tmp_path / "environments" / "current" / "bin" / "dflash"
+    program.parent.mkdir(parents=True)
+    program.write_text(f'#!/bin/sh\ncd {Path(__file__).parents[2]} && exec {sys.executable} -m dflash "$@"\n')
+    program.chmod(0o755)
+    entry = {name: str(tmp_path / name) for name in ("environments", "jobs", "cache")}
+    gpu = {"device": "cpu", "kernel": "torch", "dtype": "float32", "reserve_gib": 0.1}
+    models = {"target": str(tiny_hybrid.target), "reference": str(tiny_hybrid.drafter)}
+    operator = site.operator(tmp_path / "state", infer={**entry, **models, "gpu": gpu})
+    suite = Suite(tiny_hybrid.prompts, max_new_tokens=12, num_prompts=2, ignore_eos=True)
+    said: dict[str, list[str]] = {"first": [], "second": []}
+    for job in said:
+        assert find_or_start(
+            operator.connector, operator.infer, PurePosixPath(str(tiny_hybrid.drafter)), suite, f"evaluate-{job}"
+        )
+    for job, lines in said.items():
+        follow(operator.connector, operator.infer, f"evaluate-{job}", lines.append)
+        place = workspace(operator.infer, f"evaluate-{job}")
+        report = evaluation_jobs.fetch_report(operator.connector, operator.infer, place, None, tmp_path / job)
+        assert report.valid, report.invalid_because
+        assert report.metrics.tokens == 2 * 12
+        assert report.timings["share"] >= 0
+    # one of the two had to wait for the other's turn to end
+    assert sum("waiting for a GPU: cpu is used by process" in line for lines in said.values() for line in lines) >= 1
+    assert list((tmp_path / "cache" / "evaluations").iterdir())
+    assert [file.name for file in (tmp_path / "cache" / "gpu-locks").iterdir()] == ["cpu.lock"]
