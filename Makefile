@@ -4,6 +4,7 @@
 #   make check       linter, formatter, types, import contract
 #   make fla-env     the second environment of the slow tests: fla and triton without a GPU (1.1 GB)
 #   make peers       the engines that benchmarks compare with, in .venv-peers
+#   make test-system what some tests are skipped without: Chromium, PostgreSQL (as root; no service is left running)
 #   make venv        only the set-up;  make lab, make lab-down  the local lab by hand
 # Options: PYTHON=/path/to/python3 (3.11 or newer), ARGS="more arguments for pytest or the demo"
 
@@ -15,7 +16,7 @@ FLA   := .venv-fla
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$python; break; }; done)
 
-.PHONY: demo test test-slow check venv fla-env peers system lab lab-down clean
+.PHONY: demo test test-slow check venv fla-env peers system test-system lab lab-down clean
 
 demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
@@ -63,6 +64,9 @@ $(PEERS)/.installed: peers.txt | system
 
 system:
 	@PYTHON='$(PYTHON)' sh deploy/setup-debian.sh
+
+test-system:
+	@PYTHON='$(PYTHON)' sh deploy/setup-debian.sh chromium chromium-driver postgresql
 
 lab: $(STAMP)
 	$(BIN)/dflash-ops lab up

@@ -1,6 +1,7 @@
 #!/bin/sh
 # Adds the Debian or Ubuntu packages that the project needs and the machine lacks; does nothing when none is missing.
-# No service is running afterwards that was not running before. PYTHON names the interpreter to be used.
+# No service is running afterwards that was not running before. PYTHON names the interpreter to be used; arguments are
+# more packages that are wanted.
 set -eu
 
 fail() {
@@ -30,6 +31,9 @@ fi
 have sshd || missing="$missing openssh-server"
 # only root's lab has networks of its own
 ! $root || have ip || missing="$missing iproute2"
+for package; do
+    dpkg-query -W -f '${Status}' "$package" 2> /dev/null | grep -q '^install ok' || missing="$missing $package"
+done
 missing=${missing# }
 
 [ -n "$missing" ] || exit 0
