@@ -32,16 +32,24 @@ LEAN = {
     "PREFECT_SERVER_DATABASE_CONNECTION_TIMEOUT": "60",
 }
 START_SECONDS = 400.0
+BUSY_TRIES = 10
 STOP_SECONDS = 30.0
 
 
 def ask(api: str, what: str, question: dict[str, Any]) -> Any:
-    """POST ``question`` to the API."""
+    """POST ``question`` to the API, again where its database was busy, as Prefect's own client does."""
     request = urllib.request.Request(
         f"{api}/{what}", json.dumps(question).encode(), {"Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)
+    for tries in range(1, BUSY_TRIES + 1):
+        try:
+            with urllib.request.urlopen(request, timeout=30) as answer:
+                return json.load(answer)
+        except urllib.error.HTTPError as error:
+            if error.code != 503 or tries == BUSY_TRIES:
+                raise
+            time.sleep(1.0)
+    raise AssertionError(what)
 
 
 def healthy(api: str) -> bool:
