@@ -4,7 +4,7 @@
 #   make check       linter, formatter, types, import contract
 #   make fla-env     the second environment of the slow tests: fla and triton without a GPU (1.1 GB)
 #   make peers       the engines that benchmarks compare with, in .venv-peers
-#   make test-system what some tests are skipped without: Chromium, PostgreSQL (as root; no service is left running)
+#   make test-system what some tests are skipped without: Chromium, PostgreSQL (as root)
 #   make venv        only the set-up;  make lab, make lab-down  the local lab by hand
 # Options: PYTHON=/path/to/python3 (3.11 or newer), ARGS="more arguments for pytest or the demo"
 

@@ -34,14 +34,16 @@ def write(program: Path, body: str) -> None:
     program.chmod(0o755)
 
 
-def run(programs: Path, *, before: str = "", after: str = "", python: str = sys.executable) -> tuple[int, str, str]:
+def run(
+    programs: Path, *, before: str = "", after: str = "", python: str = sys.executable, packages: str = ""
+) -> tuple[int, str, str]:
     """Run the script where /usr/sbin holds only what ``before`` puts there; exit code, stderr, output of ``after``."""
     program = "\n".join(
         [
             # without the empty folder all the rest would happen to the machine
             "mount -t tmpfs tmpfs /usr/sbin || exit 99",
             before,
-            f"PATH={programs} sh {SCRIPT} > /dev/null; code=$?",
+            f"PATH={programs} sh {SCRIPT} {packages} > /dev/null; code=$?",
             after,
             "exit $code",
         ]
@@ -77,6 +79,14 @@ def test_nothing_is_asked_of_apt_when_nothing_is_missing(programs: Path) -> None
     code, stderr, _ = run(programs, before="touch /usr/sbin/sshd /usr/sbin/ip; chmod +x /usr/sbin/*")
     assert (code, stderr) == (0, "")
     assert log(programs) == []
+
+
+def test_packages_that_are_asked_for_are_installed_where_they_are_missing(programs: Path) -> None:
+    write(programs / "dpkg-query", 'case "$*" in *there) echo "install ok installed" ;; *) exit 1 ;; esac')
+    before = "touch /usr/sbin/sshd /usr/sbin/ip; chmod +x /usr/sbin/*"
+    code, stderr, _ = run(programs, before=before, packages="there missing")
+    assert (code, stderr) == (0, "")
+    assert log(programs)[2] == "install -y --no-install-recommends missing"
 
 
 def test_a_policy_that_was_there_is_there_again(programs: Path) -> None:

@@ -43,7 +43,7 @@ def postgresql() -> Iterator[Postgres]:
     """One with an empty database ``prefect``; the test is skipped where none is installed."""
     found = sorted(Path("/usr/lib/postgresql").glob("*/bin")) or [Path(shutil.which("initdb") or "/").parent]
     if not (found[-1] / "initdb").exists():
-        pytest.skip("no PostgreSQL is installed")
+        pytest.skip("no PostgreSQL is installed: `make test-system` as root")
     folder = Path(tempfile.mkdtemp(prefix="postgres-"))
     try:
         if os.geteuid() == 0:

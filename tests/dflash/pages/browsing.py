@@ -12,11 +12,11 @@ def why_no_browser() -> str | None:
     """What is missing for a browser; None where nothing is."""
     missing = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
     if missing:
-        return f"no {' and no '.join(missing)} here (Debian's packages chromium and chromium-driver)"
+        return f"no {' and no '.join(missing)} here: `make test-system` as root"
     try:
         import selenium  # noqa: F401
     except ImportError:
-        return "selenium is not installed here (pip install selenium)"
+        return "selenium is not installed here: `make venv` brings it"
     return None
 
 
