@@ -1,7 +1,9 @@
 """Fixtures of the whole suite live in the modules named here."""
 
 import os
+import shutil
 import signal
+import tempfile
 
 import pytest
 
@@ -12,6 +14,9 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # them, five times the CPU and more
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# what a test does not place elsewhere must not land among the state of whoever runs it
+STATE = os.environ["DFLASH_STATE"] = tempfile.mkdtemp(prefix="dflash-tests-")
+
 pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_stores"]
 
 TOGETHER = ("tests/lab/", "tests/flows/")
@@ -21,6 +26,10 @@ TOGETHER = ("tests/lab/", "tests/flows/")
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What one process has to do alone takes longest, and begins first."""
     items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(STATE, ignore_errors=True)
 
 
 @pytest.hookimpl(optionalhook=True)
