@@ -24,14 +24,13 @@ from flows.embedded_server import EmbeddedServer, ServerError, answers, api_url
 from flows.prefect_home import configure_prefect, home, serving
 from flows.pruning import Retention
 from flows.serving import POLL_SECONDS, Serving, end_left_over
-from flows.terminal import HostsFile
+from flows.terminal import AsJson, HostsFile, PlanOnly, open_store, show_plan
 from flows.watching import Watching, default_suite, saved_trigger, sources
 from flows.workers import Workers
-from tasks import inventory
 from tasks.actions import escape
 from tasks.inventory import Inventory
 from tasks.state import state_dir
-from tasks.watch import Rules
+from tasks.watch import Rules, plan_watch
 
 PORT = 4200
 CLIENT_RETRIES = 9
@@ -59,15 +58,21 @@ def serve(
     port: Annotated[int, typer.Option(min=1, max=65535, help="Of the Prefect server, on 127.0.0.1.")] = PORT,
     keep_runs: Annotated[float, typer.Option(help="Days that ended runs are kept with their logs.")] = Retention.runs,
     keep_events: Annotated[float, typer.Option(help="Days that events are kept.")] = Retention.events,
+    plan: PlanOnly = False,
     hosts: HostsFile = None,
+    as_json: AsJson = False,
 ) -> None:
     """Run everything that is due until it is ended: watch for checkpoints, evaluate them, compare every night.
 
     With PREFECT_API_URL set, that server is used; else one is started here, over SQLite in the state folder.
     """
-    known = inventory.load(hosts)
+    known, store = open_store(hosts)
     keep = Retention(runs=keep_runs, events=keep_events)
     watches = _watches(known, watched, prompts, thinking, max_new_tokens, by_event, hosts)
+    if plan:
+        for one in watches:
+            show_plan(store, plan_watch(known.location(one.source)), f"watching {one.source}", as_json=as_json)
+        return
     with _alone():
         end_left_over()
         embedded = configure(port, keep)

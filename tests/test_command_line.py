@@ -14,11 +14,12 @@ from flows.cli import app as dflash_ops
 from flows.terminal import shown_progress
 
 PRINT_NO_RESULT = {
-    *("dflash-ops demo", "dflash-ops serve", "dflash-ops lab up", "dflash-ops lab down", "dflash-ops lab exec"),
+    *("dflash-ops demo", "dflash-ops lab up", "dflash-ops lab down", "dflash-ops lab exec"),
     *(f"dflash-ops guard {verb}" for verb in ("approve", "countersign", "deny", "standing drop")),
     "dflash-ops guard plan",  # runs another command with --plan, which has its own
     "dflash-ops guard setup",  # prints a script
     "dflash-ops jobs logs",  # prints what the job wrote
+    "dflash report html",  # writes a page
 }
 
 
