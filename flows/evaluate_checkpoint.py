@@ -4,25 +4,22 @@ Only order stands here. Every step is a function of ``tasks``; what a Prefect ru
 A run that is started again goes on where the last one stopped: the ledger names the attempt, the host has its job.
 """
 
-import re
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from prefect import flow, get_run_logger, task
-from prefect.artifacts import create_markdown_artifact, create_table_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext
 from prefect.runtime import flow_run as this_run
 
 from dflash.errors import UsageError
-from dflash.render import to_markdown
 from dflash.report import Report, read_report
-from flows import events, workers
+from flows import events, pages, workers
 from flows.awaiting import awaiting_approval, require
 from flows.named_states import named_states
 from flows.prefect_home import forget_agent
@@ -59,7 +56,7 @@ class Evaluation:
 
 def _run_name() -> str:
     asked = this_run.parameters
-    return f"evaluate {asked['source']}" + (f" on {asked['on']}" if asked.get("on") else "")
+    return f"evaluate {pages.title(asked['source'])}" + (f" on {asked['on']}" if asked.get("on") else "")
 
 
 @flow(name="evaluate-checkpoint", flow_run_name=_run_name)
@@ -182,7 +179,7 @@ class _Run:
         with self._timed("fetch"):
             report, folder = fetch_step(case, place, self.asked.reports)
         if evaluating.record(case, report, folder):
-            publish(report, self.asked.source)
+            pages.leave_evaluation(report, str(self.asked.source))
             tell(case, report, folder)
         return Evaluation(report, folder, self.steps)
 
@@ -247,30 +244,6 @@ def tell(case: Case, report: Report, folder: Path) -> None:
         headline=report.headline(),
         report=str(folder),
     )
-
-
-def publish(report: Report, source: Location) -> None:
-    """Leave the numbers as Prefect artifacts: a table that answers at a glance, and the whole report."""
-    key = re.sub("[^a-z0-9]+", "-", str(source).lower()).strip("-")
-    create_table_artifact(acceptance_table(report), key=f"acceptance-{key}", description=report.headline())
-    create_markdown_artifact(to_markdown(report), key=f"report-{key}", description=str(source))
-
-
-def acceptance_table(report: Report) -> list[dict[str, Any]]:
-    """One row a drafter: its pooled τ with interval, τ macro, rounds and tokens."""
-    measured = {"checkpoint": report.metrics, "reference": report.reference_metrics}
-    return [
-        {
-            "drafter": name,
-            "τ": f"{metrics.tau.pooled:.3f}" if report.valid else "not valid",
-            "95 %": "–" if metrics.tau.ci95 is None else f"{metrics.tau.ci95[0]:.3f} … {metrics.tau.ci95[1]:.3f}",
-            "τ macro": f"{metrics.tau.macro:.3f}",
-            "rounds": str(metrics.rounds),
-            "tokens": str(metrics.tokens),
-        }
-        for name, metrics in measured.items()
-        if metrics is not None
-    ]
 
 
 def _flow_run() -> "FlowRun":

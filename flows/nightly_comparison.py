@@ -10,12 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
-from prefect.artifacts import create_markdown_artifact
 from prefect.runtime import flow_run as this_run
 
 from dflash.errors import DFlashError, UsageError
 from dflash.report import Report
-from flows import events
+from flows import events, pages
 from flows.awaiting import awaiting_approval, require
 from flows.evaluate_checkpoint import Evaluation, evaluate_checkpoint
 from flows.named_states import named_states
@@ -29,7 +28,7 @@ from tasks.inventory import Inventory
 from tasks.ledger import AttemptHeldError, Ledger, Seen
 from tasks.night_record import Night
 from tasks.night_run import Around, run_night
-from tasks.night_text import message, page
+from tasks.night_text import message
 from tasks.night_time import DEFAULT_CRON, DEFAULT_ZONE, NightTime
 from tasks.nights import NightHeldError
 from tasks.plans import Plan
@@ -77,6 +76,7 @@ def nightly_comparison(
     date = NightTime.of_cron(cron, timezone).date(now)
     connector = Connector.load(hosts)
     chosen, host = suite or nights.nightly_suite(), nights.night_host(connector.inventory, on)
+    folder = reports or state_dir() / "reports"
     asked: list[Plan | None] = []
 
     def approve(plan: Plan | None) -> None:
@@ -84,7 +84,7 @@ def nightly_comparison(
         require(connector.store, plan)
 
     def evaluate(checkpoint: Seen) -> tuple[Report, Path]:
-        source, folder = source_of(checkpoint), reports or state_dir() / "reports"
+        source = source_of(checkpoint)
         done = _again(
             again_after,
             lambda: evaluate_checkpoint(source, host.name, chosen, folder, hosts, identity=checkpoint.identity),
@@ -97,7 +97,7 @@ def nightly_comparison(
         Ledger.open(),
         approve,
         evaluate,
-        lambda night: _tell(connector.inventory, chosen.digest(), night),
+        lambda night: _tell(connector.inventory, chosen.digest(), folder, night),
     )
     try:
         return run_night(around, chosen, host, date, now=now)
@@ -128,8 +128,8 @@ def _now() -> float:
     return max(time.time(), 0.0 if scheduled is None else scheduled.timestamp())
 
 
-def _tell(inventory: Inventory, suite: str, night: Night) -> None:
-    _publish(night, suite)
+def _tell(inventory: Inventory, suite: str, reports: Path, night: Night) -> None:
+    _publish(night, suite, reports)
     notify(inventory, *message(night))
 
 
@@ -144,9 +144,14 @@ def _tell_of_failure(inventory: Inventory, date: str, failure: DFlashError, atte
         get_run_logger().error("%s", also)
 
 
-def _publish(night: Night, suite: str) -> None:
+def _publish(night: Night, suite: str, reports: Path) -> None:
     get_run_logger().info("%s", night.verdict)
-    create_markdown_artifact(page(night), key="nightly-comparison", description=night.verdict)
+    pages.leave_night(night)
+    try:
+        pages.leave_trend(reports)
+    except DFlashError as error:
+        # the night is what it is without a drawing of the days before
+        get_run_logger().warning("the trend was not drawn: %s", error)
     newest: dict[str, Any] = {} if night.newest is None else {"newest": night.newest.identity}
     events.emit(
         events.NIGHT_COMPARED,

@@ -113,8 +113,13 @@ def test_an_alarm_reaches_both_mailboxes_and_a_night_that_comes_twice_is_one(nig
     first, second = ask(prefect_api, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 3})[::-2]
     assert [run["name"] for run in (first, second)] == [f"compare the night of {night.date}"] * 2
     assert [run["state_type"] for run in (first, second)] == ["COMPLETED"] * 2
-    pages = {"artifacts": {"key": {"any_": ["nightly-comparison"]}}, "sort": "CREATED_DESC"}
-    assert ask(prefect_api, "artifacts/filter", pages)[0]["data"].startswith(f"# {night.date}: ALARM")
+    page, trend = (
+        ask(prefect_api, "artifacts/filter", {"artifacts": {"key": {"any_": [key]}}, "sort": "CREATED_DESC"})[0]["data"]
+        for key in ("nightly-comparison", "trend")
+    )
+    assert page.startswith(f"# {night.date}: ALARM")
+    assert night.newest is not None
+    assert f"| {night.newest.step} | " in trend
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import pytest
 
 from dflash.report import Report, read_report
 from flows import prefect_home
+from flows.pages import title
 from tasks import process
 from tasks.evaluation import Suite, plan_evaluation
 from tasks.lab import CHECKPOINTS, MODELS, Lab
@@ -217,7 +218,7 @@ def leave_out_a_tap(checkpoint: Path) -> None:
 def assert_published(server: str, report: Report, source: str) -> None:
     """The run and its artifacts are on the server under names that say what they are."""
     (run,) = ask(server, "flow_runs/filter", {"sort": "START_TIME_DESC", "limit": 1})
-    assert run["name"] == f"evaluate {source} on ct129"
+    assert run["name"] == f"evaluate {title(source)} on ct129"
     assert run["state_type"] == "COMPLETED"
     artifacts = {one["type"]: one for one in ask(server, "artifacts/filter", {"sort": "CREATED_DESC"})}
     rows = json.loads(artifacts["table"]["data"])

@@ -1,4 +1,4 @@
-"""A trend where no page is shown: as markdown, and as a Prefect artifact."""
+"""A trend where no page is shown: as markdown."""
 
 from pathlib import Path
 
@@ -6,7 +6,6 @@ import pytest
 
 from dflash.trend import read_trend
 from dflash.trend_text import BARS, bars, trend_markdown
-from flows import trend_artifact
 from tests.dflash.pages.reports import made, words, write
 
 
@@ -38,14 +37,3 @@ def test_the_bars_rise_with_tau_and_show_no_height_of_what_is_not_valid(run: Pat
     assert len(shown) == 3
     assert BARS.index(shown[0]) < BARS.index(shown[1]) == len(BARS) - 1
     assert shown[2] == "×"
-
-
-def test_the_artifact_is_the_text_under_the_headline(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    left: dict[str, str] = {}
-    monkeypatch.setattr(trend_artifact, "create_markdown_artifact", lambda text, **how: left.update(how, text=text))
-    trend = trend_artifact.leave_trend(run)
-    assert left == {
-        "text": trend_markdown(trend),
-        "key": "trend",
-        "description": trend.series[0].headline(),
-    }
