@@ -7,18 +7,19 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from flows.prefect_home import server
+from flows.prefect_home import server, serving
 from tasks.actions import ReadGrant
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit
 from tasks.credentials import Approval
 from tasks.inventory import Inventory
 from tasks.ledger import Attempt, Ledger, Watch
+from tasks.watcher import WATCHING
 
 DAY = 86_400
 WARN_SECONDS = 2 * DAY
@@ -109,7 +110,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
     """One look; ``state`` is the state folder's, by default this user's."""
     now = clock()
     ledger = Ledger.open(state)
-    watches = ledger.watches()
+    watches = as_served(ledger.watches())
     attempts = ledger.attempts(limit=20 * NUMBERS)
     ended = [attempt for attempt in attempts if not attempt.is_open]
     suites = dict.fromkeys(attempt.suite for attempt in attempts)
@@ -122,6 +123,14 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
         numbers=[_number(ledger, attempt) for attempt in ended if attempt.state != "superseded"][:NUMBERS],
         grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
     )
+
+
+def as_served(watches: list[Watch]) -> list[Watch]:
+    """``watches`` as they are: what the ledger has for watching was so when ``dflash-ops serve`` ended."""
+    if serving() is not None:
+        return watches
+    message = "no dflash-ops serve runs over this state folder: start it to go on watching"
+    return [replace(one, state="stopped", message=message) if one.state == WATCHING else one for one in watches]
 
 
 def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> list[HostRow]:
@@ -143,11 +152,9 @@ def queue(api: str | None, now: float) -> Queue:
     if api is None:
         return Queue(None, "no dflash-ops serve runs over this state folder")
     try:
-        going = [_run(run, run["name"]) for run in _runs(api, GOING, "START_TIME_ASC")]
-        # a run gets its own name when it starts; until then it has that of its flow
         flows = {flow["id"]: flow["name"] for flow in _ask(api, "flows/filter", {})}
-        scheduled = _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")
-        due = [_run(run, flows.get(run["flow_id"], run["name"])) for run in scheduled]
+        going = [_run(run, _name(run, flows)) for run in _runs(api, GOING, "START_TIME_ASC")]
+        due = [_run(run, _name(run, flows)) for run in _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")]
     except (OSError, ValueError) as error:
         return Queue(api, f"it does not answer ({getattr(error, 'reason', None) or error})")
     later = [run for run in due if run.since is not None and run.since > now]
@@ -166,6 +173,14 @@ def _ask(api: str, what: str, question: dict[str, Any]) -> list[dict[str, Any]]:
     with urllib.request.urlopen(request, timeout=API_SECONDS) as answer:  # noqa: S310
         found: list[dict[str, Any]] = json.load(answer)
     return found
+
+
+def _name(run: dict[str, Any], flows: dict[str, str]) -> str:
+    """A run gets its own name when it starts; until then Prefect's is chance, and what it was asked for tells more."""
+    if run.get("state_type") not in ("SCHEDULED", "PENDING"):
+        return str(run["name"])
+    flow, source = flows.get(run.get("flow_id", ""), run["name"]), run.get("parameters", {}).get("source")
+    return f"{flow} {source}" if isinstance(source, str) else str(flow)
 
 
 def _run(run: dict[str, Any], name: str) -> RunRow:

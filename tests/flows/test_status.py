@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from flows import status
 from flows.cli import app
 from flows.cli_status import screen
+from flows.prefect_home import forget_serving, record_serving
 from flows.status import GrantRow, HostRow, Queue, RunRow, Status
 from tasks.inventory import load
 from tasks.ledger import Attempt, Ledger, Seen, Watch
@@ -75,6 +76,17 @@ def test_a_host_is_known_by_its_watch_else_by_its_last_evaluation(ledger: Ledger
     assert hosts["ct129"].known == "last evaluation: evaluated"
 
 
+def test_nothing_is_watched_where_nothing_serves(ledger: Ledger) -> None:
+    ledger.record_watch(Watch("kpro6:/workspace", "watching", looked=NOW))
+    record_serving("http://127.0.0.1:9/api")
+    assert [watch.state for watch in gathered().watches] == ["watching"]
+    forget_serving()
+    found = gathered()
+    assert [watch.state for watch in found.watches] == ["stopped"]
+    assert {host.known for host in found.hosts if host.name == "kpro6"} == {"stopped"}
+    assert "start it to go on watching" in " ".join(shown(found).split())
+
+
 def test_without_a_server_the_queue_says_so_and_all_else_is_shown(ledger: Ledger) -> None:
     recorded(ledger, 100, "evaluated", tau=3.25)
     result = CliRunner().invoke(app, ["status"])
@@ -100,10 +112,13 @@ def server() -> Iterator[str]:
             if self.path.endswith("/flows/filter"):
                 found = [{"id": "1", "name": "evaluate-checkpoint"}, {"id": "2", "name": "nightly-comparison"}]
             elif "RUNNING" in asked["flow_runs"]["state"]["type"]["any_"]:
-                found = [{"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}]
+                begun = {"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}
+                of_chance = {"name": "opal-jacamar", "flow_id": "1", "parameters": {"source": "kpro6:/c/step_200"}}
+                found = [begun, {**of_chance, "state_name": "Submitting", "state_type": "PENDING"}]
             else:
+                late = {"state_name": "Late", "state_type": "SCHEDULED"}
                 found = [
-                    {"name": "a-b", "flow_id": flow, "state_name": "Late", "next_scheduled_start_time": when}
+                    {"name": "a-b", "flow_id": flow, **late, "next_scheduled_start_time": when}
                     for flow, when in (("1", "2027-01-15T08:00:30Z"), ("2", "2027-01-16T02:30:00Z"))
                 ]
             content = json.dumps(found).encode()
@@ -123,7 +138,10 @@ def server() -> Iterator[str]:
 
 def test_the_queue_tells_what_runs_from_what_is_due_and_what_comes_next(server: str) -> None:
     queue = status.queue(server, 1_800_000_060.0)  # 08:01:00 of that day
-    assert [(run.name, run.state) for run in queue.going] == [("evaluate step_100", "Running")]
+    assert [(run.name, run.state) for run in queue.going] == [
+        ("evaluate step_100", "Running"),
+        ("evaluate-checkpoint kpro6:/c/step_200", "Submitting"),
+    ]
     assert [run.name for run in queue.waiting] == ["evaluate-checkpoint"]
     assert queue.next is not None
     assert queue.next.name == "nightly-comparison"
