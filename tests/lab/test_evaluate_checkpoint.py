@@ -22,7 +22,8 @@ from tasks.ssh import Connector
 from tests.prefect_api import ask, healthy
 from tests.tiny import Pair
 
-pytestmark = pytest.mark.lab
+# a Prefect server takes minutes to start on a machine that has much to do, and so does an evaluation
+pytestmark = [pytest.mark.lab, pytest.mark.timeout(900)]
 
 OPERATOR = [sys.executable, "-m", "flows"]
 SMALL = ["--max-new-tokens", "24", "--num-prompts", "4", "--ignore-eos"]
@@ -199,7 +200,7 @@ def operate(lab: Lab, *arguments: str) -> process.CompletedProcess[str]:
     """Run ``dflash-ops`` as the operator would, on the operator's side of the lab."""
     environment = {**os.environ, **lab.environment}
     environment.pop("PREFECT_API_URL", None)
-    return process.run([*OPERATOR, *arguments], env=environment, check=False, timeout=280)
+    return process.run([*OPERATOR, *arguments], env=environment, check=False, timeout=600)
 
 
 def leave_out_a_tap(checkpoint: Path) -> None:

@@ -18,12 +18,12 @@ import pytest
 from dflash import failure
 from dflash.prompts import default_prompts
 from dflash.report import RelayInfo
-from tasks import evaluating, evaluation_jobs, jobs, process
+from tasks import evaluating, evaluation_jobs, job_status, jobs, process
 from tasks.evaluating import Case
 from tasks.evaluation import EvaluationError, Suite, job_id, workspace
 from tasks.evaluation_jobs import JobVanishedError, Prepared, find_or_start, follow
 from tasks.inventory import Host
-from tasks.ledger import Ledger, Seen
+from tasks.ledger import MOST_ATTEMPTS, Ledger, Seen
 from tasks.ssh import ConnectionFailed, Connector
 from tests.evaluators import StandIn
 from tests.sshds import Operator, Site, another_sshd
@@ -80,7 +80,7 @@ def bench(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     state = tmp_path / "state"
     state.mkdir()
     monkeypatch.setenv("DFLASH_STATE", str(state))
-    monkeypatch.setattr(jobs, "BEAT_SECONDS", 1.0)  # a heart that stood still for so long has stopped
+    monkeypatch.setattr(job_status, "BEAT_SECONDS", 1.0)  # a heart that stood still for so long has stopped
     hosts_file = tmp_path / "hosts.yaml"
     hosts_file.write_text(site.hosts_text(infer=there.entry))
     return Bench(site.operator(state, infer=there.entry), there, hosts_file, state)
@@ -231,7 +231,7 @@ def test_a_job_that_vanishes_every_time_is_given_up(bench: Bench) -> None:
     with pytest.raises(JobVanishedError) as vanished, bench.case() as case:
         evaluating.measure(case, bench.host, bench.prepared, lambda line: bench.there.kill_jobs(), poll=0.1)
     assert vanished.value.state_name == "JobVanished"
-    assert bench.states() == [(1, "failed"), (2, "failed"), (3, "failed")]
+    assert bench.states() == [(number, "failed") for number in range(1, MOST_ATTEMPTS + 1)]
 
 
 def test_why_an_evaluation_failed_is_the_state_that_the_host_named(bench: Bench) -> None:
