@@ -9,6 +9,7 @@ import codecs
 import errno
 import os
 import shlex
+import signal
 import tempfile
 import time
 from collections.abc import Callable
@@ -306,10 +307,15 @@ def _refused_by_disk(host: Host, why: str) -> EvaluationError:
 
 
 def explained(host: Host, ended: JobStatus, told: Failure | None, last: str) -> EvaluationError:
-    """The error of a job that ended badly: what it said itself, else the last line of its output."""
+    """The error of a job that ended badly: what it said itself, else the last line of its output and where all is."""
     how = ended.message or f"ended with exit code {ended.exit}"
     if told is None:
-        return EvaluationError(f"the evaluation on {host.name} {how}: {last or 'it printed nothing'}")
+        # nothing here sends that signal
+        killed = ": the host ran out of memory, or somebody killed it" if ended.exit == -signal.SIGKILL else ""
+        return EvaluationError(
+            f"the evaluation on {host.name} {how}{killed}; its last line: {last or 'it printed nothing'}; all of it: "
+            f"dflash-ops jobs logs {host.name} {ended.job}"
+        )
     error = SAID_BY_HOSTS.get(told.state, EvaluationError)
     return error(f"the evaluation on {host.name} {how}: {said(told.message)}")
 
