@@ -1,5 +1,6 @@
 """``dflash report``: the pages of a report and of a run's course, made again from what was measured."""
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -9,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.cli_options import JsonOption, text
+from dflash.errors import one_line
 
 if TYPE_CHECKING:
     from dflash.trend import Trend
@@ -59,7 +61,7 @@ def trend(
     from dflash.progress import Phases
     from dflash.trend import read_trend
 
-    with Phases(1).phase("reports", f"reports below {folder}") as progress:
+    with Phases(1).phase("reports", one_line(f"reports below {folder}")) as progress:
         found = read_trend(folder, progress)
     output = output or folder / "trend.html"
     write_page(output, trend_page(found, folder.resolve().name, base=_way(output, folder)))
@@ -69,7 +71,8 @@ def trend(
 
         files += trend_plots(found.series, plots)
     if as_json:
-        print(found.model_dump_json(indent=1))
+        # in ASCII, because a folder's name need not be UTF-8
+        print(json.dumps(found.model_dump(mode="json"), indent=1))
     else:
         _show(found, files)
 

@@ -1,15 +1,22 @@
 """The result of an evaluation: one versioned model that every reader and every rendering shares. Imports no torch."""
 
 import json
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import DFlashError
 
 SCHEMA = 2
+
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+"""How often something was. Bounded, because pages divide by it, and an edited report could hold any integer."""
+Width = Annotated[str, Field(pattern="^[1-9][0-9]{0,8}$")]
+"""A number of candidates or nodes, as the key of a figure."""
+Moment = Annotated[datetime, AfterValidator(lambda at: at if at.tzinfo is not None else at.replace(tzinfo=UTC))]
+"""UTC where no zone is said, so that any two can be put in order."""
 
 
 class ReportError(DFlashError):
@@ -71,7 +78,7 @@ class Settings(_Record):
     max_new_tokens: int
     ignore_eos: bool
     thinking: bool | None
-    block_size: int
+    block_size: int = Field(ge=1, lt=2**16)
     mask_token_id: int
     target_layer_ids: list[int]
     prompts: str
@@ -87,7 +94,7 @@ class Settings(_Record):
     )
     offload: bool = Field(default=False, description="the target's layers were streamed from its files")
     device: str
-    seed: int
+    seed: int = Field(ge=0)
 
 
 class Speedup(_Record):
@@ -106,8 +113,8 @@ class Speedup(_Record):
 class Tau(_Record):
     """Acceptance length, bonus token included, 1…B. ``ci95`` is of the pooled value; null below two prompts."""
 
-    pooled: float
-    macro: float
+    pooled: float = Field(ge=0, allow_inf_nan=False)
+    macro: float = Field(ge=0, allow_inf_nan=False)
     ci95: tuple[float, float] | None
 
 
@@ -118,17 +125,17 @@ class Metrics(_Record):
     """
 
     tau: Tau
-    rounds: int
-    tokens: int
-    cut_rounds: int
-    lossless_prompts: int | None = None
-    accepted_by_position: list[int]
+    rounds: Count
+    tokens: Count
+    cut_rounds: Count
+    lossless_prompts: Count | None = None
+    accepted_by_position: list[Count]
     acceptance_by_position: list[float | None]
     conditional_by_position: list[float | None]
     accuracy_by_position: list[float | None]
-    histogram: list[int] = Field(description="rounds by advance, 1…B")
-    streak: dict[str, float | None]
-    ddtree: dict[str, float | None] | None = Field(
+    histogram: list[Count] = Field(description="rounds by advance, 1…B")
+    streak: dict[Width, float | None]
+    ddtree: dict[Width, float | None] | None = Field(
         default=None, description="τ of a draft tree of N nodes on its own walk"
     )
     random_anchor_tau: float | None
@@ -169,8 +176,8 @@ class PromptResult(_Record):
 
     id: str
     text: str
-    tokens: int = Field(ge=0)
-    rounds: int = Field(ge=0)
+    tokens: Count
+    rounds: Count
     tau: float | None = Field(ge=0, allow_inf_nan=False)
     token_ids: list[int]
     reference_tau: float | None = None
@@ -196,7 +203,7 @@ class Report(_Record):
     """``report.json``. ``valid`` is false exactly when a check failed; those are named in ``invalid_because``."""
 
     schema_version: int = Field(default=SCHEMA, alias="schema")
-    created: datetime
+    created: Moment
     valid: bool
     invalid_because: list[str]
     checkpoint: CheckpointInfo

@@ -1,5 +1,6 @@
 """The trend page: τ over the steps of a training run, beside the reference and what training said of itself."""
 
+import os
 from typing import Any
 from urllib.parse import quote
 
@@ -130,7 +131,7 @@ def _link(point: Point, base: str) -> object:
 
 def _page_of(point: Point, base: str) -> str:
     """The address of the point's own page; a folder whose name has a colon must not read as a scheme."""
-    return quote(f"./{base}/{point.folder}/{PAGE}")
+    return quote(os.fsencode(f"./{base}/{point.folder}/{PAGE}"))
 
 
 def _verdict(point: Point) -> Html:

@@ -162,3 +162,33 @@ def test_figures_that_are_no_numbers_are_missing_and_a_headline_without_one_is_n
     path.write_text(json.dumps(raw))
     with pytest.raises(ReportError, match=r"metrics\.tau\.pooled: Input should be a valid number"):
         read_report(path)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("settings.block_size", 0),
+        ("settings.block_size", 10**9),
+        ("settings.seed", -1),
+        ("metrics.histogram", [10**400]),
+        ("metrics.rounds", -1),
+        ("metrics.streak", {"x": 1.0}),
+        ("metrics.ddtree", {"0": 1.0}),
+        ("metrics.tau.pooled", -1e308),
+    ],
+)
+def test_an_edited_figure_that_nothing_could_have_measured_is_named(report, tmp_path, place, value):
+    raw = json.loads(report.to_json())
+    *folders, key = place.split(".")
+    part = raw
+    for folder in folders:
+        part = part[folder]
+    part[key] = value
+    (tmp_path / "report.json").write_text(json.dumps(raw))
+    with pytest.raises(ReportError, match=place.replace(".", r"\.")):
+        read_report(tmp_path / "report.json")
+
+
+def test_a_time_without_a_zone_is_utc(report, tmp_path):
+    (tmp_path / "report.json").write_text(report.to_json().replace("2026-02-06T00:00:00Z", "2026-02-06T00:00:00"))
+    assert read_report(tmp_path / "report.json").created == report.created

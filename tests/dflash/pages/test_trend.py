@@ -1,6 +1,7 @@
 """The course of a run: which reports belong together, which step is best, and which is a regression."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -140,3 +141,16 @@ def test_the_commands_write_the_page_its_pictures_and_json(run_dflash, tmp_path:
     (tmp_path / "run" / "step_100" / "report.html").write_text("a page")
     assert run_dflash("report", "trend", tmp_path / "run", "--output", elsewhere).returncode == 0
     assert 'href="./../run/step_100/report.html"' in elsewhere.read_text()
+
+
+def test_a_folder_whose_name_is_no_utf8_is_linked_and_told(run_dflash, tmp_path: Path) -> None:
+    run = tmp_path / os.fsdecode(b"run-\xff")
+    step(run, 100)
+    step(run / os.fsdecode(b"\xfe"), 200)
+    (run / os.fsdecode(b"\xfe") / "step_200" / "report.html").write_text("a page")
+    (run / os.fsdecode(b"\xfd")).mkdir()
+    (run / os.fsdecode(b"\xfd") / "report.json").write_text("{")
+    done = run_dflash("report", "trend", run, "--json", "--output", tmp_path / "trend.html")
+    assert done.returncode == 0, done.err
+    assert [point["step"] for point in json.loads(done.out)["series"][0]["points"]] == [100, 200]
+    assert 'href="./run-%FF/%FE/step_200/report.html"' in (tmp_path / "trend.html").read_text()
