@@ -56,7 +56,7 @@ def screen(found: Status) -> RenderableType:
 
 
 def _hosts(hosts: list[HostRow], now: float) -> Table:
-    table = listing("host", "role", "address", "known of it", "since", folded="known of it")
+    table = listing("host", "role", "address", "known of it", "ago", folded="known of it")
     for host in hosts:
         role = f"{host.role}, protected" if host.protected else host.role
         table.add_row(*map(Text, (host.name, role, host.address, said(host.known), _ago(host.since, now))))

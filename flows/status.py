@@ -25,6 +25,7 @@ DAY = 86_400
 WARN_SECONDS = 2 * DAY
 """A grant that ends sooner is said to."""
 NUMBERS, RUNS = 8, 12
+ANSWERED = "answered the last look"
 GOING = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 API_SECONDS = 3.0
 
@@ -140,7 +141,9 @@ def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> l
         if attempt.on is not None:
             known[attempt.on] = (f"last evaluation: {attempt.state}", attempt.updated)
     for watch in watches:
-        known[watch.source.partition(":")[0]] = (watch.state, watch.looked or watch.since)
+        # what keeps a watch from its work can be something else than its host
+        answered = watch.looked is not None and watch.looked >= watch.since
+        known[watch.source.partition(":")[0]] = (ANSWERED if answered else watch.state, watch.looked or watch.since)
     return [
         HostRow(host.name, host.role, host.address, host.protected, *known.get(host.name, ("–", None)))
         for host in inventory.hosts.values()

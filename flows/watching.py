@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from prefect.events import DeploymentEventTrigger
 
 DEPLOYMENT = "evaluate-checkpoint/dflash"
+BUSY, BUSY_RETRIES = 503, 2
+"""What a server whose database is locked answers, and how often it is asked again, after some seconds each."""
 
 
 class PrefectUnreachableError(DFlashError):
@@ -294,9 +296,15 @@ def _asking() -> "Iterator[SyncPrefectClient]":
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES, temporary_settings
 
     try:
-        # a server that is away is asked again with the next look, not waited for
-        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: 0}), get_client(sync_client=True) as client:
+        # a server that is busy for a moment is asked again; for one that is away the next look is soon enough
+        with temporary_settings({PREFECT_CLIENT_MAX_RETRIES: BUSY_RETRIES}), get_client(sync_client=True) as client:
             yield client
+    except httpx.HTTPStatusError as error:
+        code = error.response.status_code
+        raise PrefectUnreachableError(
+            f"the Prefect server {'is busy' if code == BUSY else 'refused a request'} (HTTP status {code}); what is "
+            "due stays in the ledger and is started with a later look: see the log of dflash-ops serve should it last"
+        ) from error
     except (httpx.HTTPError, PrefectException, OSError) as error:
         raise PrefectUnreachableError(
             f"the Prefect server does not answer ({type(error).__name__}: {said(str(error))}); what is due stays in "

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 from uuid import UUID
@@ -15,7 +16,7 @@ import pytest
 from flows import events
 from flows.notify import save_block
 from flows.watch_training import StandsStillError, watch_training
-from flows.watching import Looks, Watching, saved_trigger, sources, watch
+from flows.watching import Looks, PrefectRuns, PrefectUnreachableError, Watching, saved_trigger, sources, watch
 from tasks.evaluation import Suite
 from tasks.inventory import Location
 from tasks.ledger import Ledger, Watch
@@ -285,6 +286,47 @@ def test_while_prefect_is_away_looks_go_on_and_what_they_find_is_started_later(w
     assert watched.runs == []
     assert watched.look().state == "watching"
     assert len(watched.runs) == 1
+
+
+@pytest.mark.parametrize(
+    ("answers", "told"),
+    [
+        ([503, 503, 404], None),
+        ([503] * 3, r"is busy \(HTTP status 503\); what is due stays in the ledger"),
+        ([500], r"refused a request \(HTTP status 500\)"),
+    ],
+)
+def test_a_server_that_is_busy_for_a_moment_is_asked_again(answers: list[int], told: str | None) -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED, temporary_settings
+
+    left = list(answers)
+
+    class Busy(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(left.pop(0))
+            for name, value in (("Retry-After", "0"), ("Content-Length", "2")):
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Busy) as listening:
+        serving = threading.Thread(target=listening.serve_forever)
+        serving.start()
+        api = f"http://127.0.0.1:{listening.server_port}/api"
+        runs = PrefectRuns(Watching("kpro6:/c", Suite(Path("prompts.jsonl"))))
+        try:
+            with temporary_settings({PREFECT_API_URL: api, PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: False}):
+                if told is None:
+                    assert runs.find("00000000-0000-0000-0000-000000000001") is None
+                else:
+                    with pytest.raises(PrefectUnreachableError, match=told):
+                        runs.find("00000000-0000-0000-0000-000000000001")
+        finally:
+            listening.shutdown()
+            serving.join()
+    assert left == []
 
 
 def test_a_hosts_yaml_that_is_being_edited_stops_nothing_for_longer(
