@@ -68,12 +68,13 @@ def files(words: list[str]) -> str:
     return "\n".join(found)
 
 
-def perform(commands: list[list[str]], lab: dict[str, str] | None, tell: Callable[[dict[str, Any]], None]) -> None:
-    """Run each command; one that is refused is approved and run again."""
-    from typer.testing import CliRunner
+def perform(steps: list[Any], lab: dict[str, str] | None, tell: Callable[[dict[str, Any]], None]) -> None:
+    """Do each step; what is refused is approved and done again.
 
+    A step is a command's arguments, with ``{"command": …, "stdin": …}`` where it reads; ``{"flow": …, "parameters":
+    …}``, a flow that is called as a function; or ``{"due": …}``, the runs that wait for checkpoints below that folder.
+    """
     from flows import cli_doctor
-    from flows.cli import app
     from tasks.errors import Refused
     from tasks.ssh import Connector
 
@@ -82,21 +83,65 @@ def perform(commands: list[list[str]], lab: dict[str, str] | None, tell: Callabl
     cli_doctor.diagnose = functools.partial(cli_doctor.diagnose, pause=0.0)
     if lab is not None:
         stand_in_for_the_lab(lab)
+        stand_in_for_what_needs_more_than_this_machine(lab)
     requests: dict[str, str] = {}
-    for command in commands:
-        argv = [requests.get(word, word) for word in command]
+    for step in steps:
+        if isinstance(step, dict) and "due" in step:
+            run_what_is_due(step["due"], tell)
+            continue
+        if isinstance(step, dict) and "flow" in step:
+            act = functools.partial(call, step["flow"], step["parameters"], tell)
+            first = step["flow"]
+        else:
+            argv, typed = (step["command"], step["stdin"]) if isinstance(step, dict) else (step, None)
+            act = functools.partial(command, [requests.get(word, word) for word in argv], typed, tell)
+            first = argv[0]
+        asked: set[str] = set()
+        error = act()
+        # what has to be looked at before it is known what it needs is refused twice, the same never
+        while isinstance(error, Refused) and error.request_id is not None and error.request_id not in asked:
+            asked.add(error.request_id)
+            requests[f"request of {first}"] = error.request_id
+            command(["guard", "approve", error.request_id, "--reason", "watched"], None, tell)
+            error = act()
 
-        def run(argv: list[str]) -> BaseException | None:
-            result = CliRunner().invoke(app, argv)
-            error = result.exception
-            tell({"ran": argv, "code": getattr(error, "exit_code", result.exit_code), "said": str(error or "")})
-            return error
 
-        error = run(argv)
-        if isinstance(error, Refused) and error.request_id is not None:
-            requests[f"request of {command[0]}"] = error.request_id
-            run(["guard", "approve", error.request_id, "--reason", "watched"])
-            run(argv)
+def command(argv: list[str], typed: str | None, tell: Callable[[dict[str, Any]], None]) -> BaseException | None:
+    from typer.testing import CliRunner
+
+    from flows.cli import app
+
+    result = CliRunner().invoke(app, argv, input=typed)
+    error = result.exception
+    tell({"ran": argv, "code": getattr(error, "exit_code", result.exit_code), "said": repr(error or "")})
+    return error
+
+
+def call(name: str, parameters: dict[str, Any], tell: Callable[[dict[str, Any]], None]) -> BaseException | None:
+    from flows.deployments import flow
+
+    error: BaseException | None = None
+    try:
+        flow(name)(**parameters)
+    except Exception as raised:
+        error = raised
+    tell({"ran": ["flow", name], "code": int(error is not None), "said": repr(error or "")})
+    return error
+
+
+def run_what_is_due(folder: str, tell: Callable[[dict[str, Any]], None]) -> None:
+    """What the runner of ``dflash-ops serve`` starts a process for each, in this one."""
+    from tests import prefect_api
+
+    api = os.environ["PREFECT_API_URL"]
+    scheduled = {"flow_runs": {"state": {"type": {"any_": ["SCHEDULED"]}}}}
+    for run in prefect_api.ask(api, "flow_runs/filter", scheduled):
+        source = run["parameters"].get("source", "")
+        if folder in source:
+            prefect_api.run_here(run["id"])
+            kind, name = prefect_api.state(api, run["id"])
+            said = f"{name}: {prefect_api.message(api, run['id'])}"
+            tell({"ran": ["due", source], "code": int(kind != "COMPLETED"), "said": said})
 
 
 def recording(original: Callable[..., Any], name: str, tell: Callable[[dict[str, Any]], None]) -> Callable[..., Any]:
@@ -149,6 +194,39 @@ def stand_in_for_the_lab(place: dict[str, str]) -> None:
     cli_lab.Lab = demo.Lab = StandIn
     demo._furnish = lambda lab: None
     demo.STEPS = (100,)
+
+
+def stand_in_for_what_needs_more_than_this_machine(place: dict[str, str]) -> None:
+    """A package index, somebody at a terminal, and time without end."""
+    import asyncio
+    from types import SimpleNamespace
+
+    from flows import cli_promote, serve
+    from flows.serving import Serving
+    from flows.watching import Looks
+    from tasks import environments, provisioning
+    from tests.terminals import Terminal
+    from tests.wheelhouses import SMALL_PROFILE, SmallHouse
+
+    class OneLook(Serving):
+        """Has its deployments, and each watch looks once; what is due then is left to whoever looks for it."""
+
+        async def run(self) -> None:
+            from prefect.runner import Runner
+
+            await self._apply(Runner("dflash"))
+            await asyncio.to_thread(self._settle)
+            for watching in self._watches:
+                found = await asyncio.to_thread(Looks(watching).look_or_raise)
+                if found.state != "watching":
+                    raise RuntimeError(f"{found.state}: {found.message}")
+
+    serve.Serving = OneLook
+    house = SmallHouse(Path(place["house"]))
+    provisioning.Wheelhouse = lambda: house
+    provisioning.index_for = lambda host: None
+    environments.PROFILES["slim"] = SMALL_PROFILE
+    cli_promote.sys = SimpleNamespace(stdin=Terminal())
 
 
 def sneak(way: str, address: str, port: str) -> None:
