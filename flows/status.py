@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.prefect_home import server, serving
+from flows.watching import PrefectUnreachableError
 from tasks.actions import ReadGrant
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit
@@ -25,7 +26,9 @@ DAY = 86_400
 WARN_SECONDS = 2 * DAY
 """A grant that ends sooner is said to."""
 NUMBERS, RUNS = 8, 12
-ANSWERED = "answered the last look"
+ANSWERED, STOPPED = "answered the last look", "stopped"
+OF_NO_HOST = (WATCHING, STOPPED, PrefectUnreachableError.state_name)
+"""States of a watch whose host answered when it was looked at last."""
 GOING = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 API_SECONDS = 3.0
 
@@ -131,7 +134,7 @@ def as_served(watches: list[Watch]) -> list[Watch]:
     if serving() is not None:
         return watches
     message = "no dflash-ops serve runs over this state folder: start it to go on watching"
-    return [replace(one, state="stopped", message=message) if one.state == WATCHING else one for one in watches]
+    return [replace(one, state=STOPPED, message=message) if one.state == WATCHING else one for one in watches]
 
 
 def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> list[HostRow]:
@@ -141,9 +144,8 @@ def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> l
         if attempt.on is not None:
             known[attempt.on] = (f"last evaluation: {attempt.state}", attempt.updated)
     for watch in watches:
-        # what keeps a watch from its work can be something else than its host
-        answered = watch.looked is not None and watch.looked >= watch.since
-        known[watch.source.partition(":")[0]] = (ANSWERED if answered else watch.state, watch.looked or watch.since)
+        state = ANSWERED if watch.looked and watch.state in OF_NO_HOST else watch.state
+        known[watch.source.partition(":")[0]] = (state, watch.looked or watch.since)
     return [
         HostRow(host.name, host.role, host.address, host.protected, *known.get(host.name, ("–", None)))
         for host in inventory.hosts.values()
