@@ -13,22 +13,21 @@ from pathlib import Path
 from typing import Any
 
 from flows.prefect_home import server, serving
-from flows.watching import PrefectUnreachableError
 from tasks.actions import ReadGrant
 from tasks.approvals import ApprovalStore
 from tasks.audit import Audit
 from tasks.credentials import Approval
 from tasks.inventory import Inventory
 from tasks.ledger import Attempt, Ledger, Watch
-from tasks.watcher import WATCHING
 
 DAY = 86_400
 WARN_SECONDS = 2 * DAY
 """A grant that ends sooner is said to."""
 NUMBERS, RUNS = 8, 12
 ANSWERED, STOPPED = "answered the last look", "stopped"
-OF_NO_HOST = (WATCHING, STOPPED, PrefectUnreachableError.state_name)
-"""States of a watch whose host answered when it was looked at last."""
+WATCHING = "watching"
+OF_NO_HOST = (WATCHING, STOPPED, "PrefectUnreachable")
+"""States of a watch whose host answered when it was looked at last; named here, for what has them loads for long."""
 GOING = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
 API_SECONDS = 3.0
 

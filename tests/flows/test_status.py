@@ -15,6 +15,8 @@ from flows.cli import app
 from flows.cli_status import screen
 from flows.prefect_home import forget_serving, record_serving
 from flows.status import GrantRow, HostRow, Queue, RunRow, Status
+from flows.watching import PrefectUnreachableError
+from tasks import watcher
 from tasks.inventory import load
 from tasks.ledger import Attempt, Ledger, Seen, Watch
 from tests.prefect_api import REPOSITORY
@@ -73,13 +75,15 @@ def test_a_host_is_known_by_its_watch_else_by_its_last_evaluation(ledger: Ledger
     hosts = {host.name: host for host in gathered().hosts}
     assert (hosts["kpro6"].known, hosts["kpro6"].since) == ("HostUnreachable", NOW - 600)
     assert hosts["kpro6"].protected
-    ledger.record_watch(Watch("kpro6:/workspace", "PrefectUnreachable", looked=NOW - 5, message="it is busy"))
+    ledger.record_watch(
+        Watch("kpro6:/workspace", PrefectUnreachableError.state_name, looked=NOW - 5, message="it is busy")
+    )
     assert next(host.known for host in gathered().hosts if host.name == "kpro6") == "answered the last look"
     assert hosts["ct129"].known == "last evaluation: evaluated"
 
 
 def test_nothing_is_watched_where_nothing_serves(ledger: Ledger) -> None:
-    ledger.record_watch(Watch("kpro6:/workspace", "watching", looked=NOW))
+    ledger.record_watch(Watch("kpro6:/workspace", watcher.WATCHING, looked=NOW))
     record_serving("http://127.0.0.1:9/api")
     assert [watch.state for watch in gathered().watches] == ["watching"]
     forget_serving()
