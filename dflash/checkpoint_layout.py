@@ -6,11 +6,12 @@ whoever wants tensors reads those (:mod:`dflash.checkpoints`), whoever moves a c
 """
 
 import json
+import re
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any, BinaryIO, Literal
 
 from dflash.records import (
@@ -212,6 +213,12 @@ def shards_of(text: bytes, name: str) -> tuple[str, ...]:
     if not names or len(plain) != len(names):
         raise DamagedError(f"{name} names no file beside it; copy it again")
     return tuple(names)
+
+
+def step_in_name(path: str | PurePath) -> int | None:
+    """The training step that a checkpoint's name tells, as in ``step_400.pt``; None where it tells none."""
+    told = re.search(r"step[_-]?(\d+)", PurePath(path).name)
+    return int(told[1]) if told else None
 
 
 def files_of(path: Path) -> tuple[Path, ...]:

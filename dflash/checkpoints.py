@@ -6,7 +6,6 @@ values after; the files are hashed and must not have changed meanwhile.
 
 import difflib
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +25,7 @@ from dflash.checkpoint_layout import (
     read_torch_file,
     reading,
     sniff,
+    step_in_name,
     weight_files,
 )
 from dflash.config import ConfigError, DrafterConfig, read_config_file
@@ -178,7 +178,7 @@ def open_checkpoint(path: str | Path, *, drafter_config: Path | None = None, ref
     return Opened(
         path=path,
         format=kind,
-        step=training.get("step", _step_in_name(path)),
+        step=training.get("step", step_in_name(path)),
         config=found.config,
         config_source=source,
         raw_config=found.raw,
@@ -385,11 +385,6 @@ def _recipe_in_a_line(content: Mapping[str, Any]) -> dict[str, Any]:
         return {"recipe": describe(Recipe.from_dict(said, source="manifest"))}
     except RecipeError:
         return {}
-
-
-def _step_in_name(path: Path) -> int | None:
-    match = re.search(r"step[_-]?(\d+)", path.stem)
-    return int(match[1]) if match else None
 
 
 def _shape_problem(config: DrafterConfig, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> str:

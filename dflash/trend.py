@@ -6,7 +6,6 @@ Within a series a step is held against the best one before it on the same prompt
 """
 
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -14,6 +13,7 @@ from pathlib import Path, PurePath
 
 from pydantic import BaseModel, ConfigDict, computed_field
 
+from dflash.checkpoint_layout import step_in_name
 from dflash.compare import comparison_key, totals
 from dflash.errors import DFlashError
 from dflash.metrics import NoRoundsError, Totals, compare
@@ -21,7 +21,6 @@ from dflash.report import Comparison, Report, ReportError, Tau, TrainingInfo, re
 
 REPORT = "report.json"
 PAGE = "report.html"
-_STEP = re.compile(r"step[_-]?(\d+)")
 
 
 class NoReportsError(DFlashError):
@@ -179,8 +178,7 @@ def step_of(report: Report) -> int | None:
     """The checkpoint's step, else the one its name tells; None where neither does."""
     if report.checkpoint.step is not None:
         return report.checkpoint.step
-    told = _STEP.search(PurePath(report.checkpoint.path).name)
-    return int(told.group(1)) if told else None
+    return step_in_name(report.checkpoint.path)
 
 
 def _series(found: Iterable[_Found]) -> Series:

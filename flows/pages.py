@@ -9,6 +9,7 @@ from typing import Any
 
 from prefect.artifacts import create_markdown_artifact, create_table_artifact
 
+from dflash.checkpoint_layout import step_in_name
 from dflash.render import to_markdown
 from dflash.report import Report
 from dflash.trend import Trend, read_trend
@@ -21,9 +22,8 @@ NIGHT_KEY, TREND_KEY = "nightly-comparison", "trend"
 
 def title(source: str) -> str:
     """What people call the checkpoint ``source`` (HOST:/path): its step, where its name tells one."""
-    name = PurePosixPath(source.partition(":")[2] or source).name
-    told = re.search(r"step[_-]?(\d+)", name)
-    return f"step {int(told[1])}" if told else name
+    step = step_in_name(source)
+    return PurePosixPath(source).name if step is None else f"step {step}"
 
 
 def leave_evaluation(report: Report, source: str) -> None:

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
 
+from dflash.checkpoint_layout import step_in_name
 from dflash.errors import UsageError
 from dflash.report import Report
 from tasks import changes, jobs
@@ -65,11 +66,11 @@ def opened(
         yield Case(connector, ledger, suite, ledger.advance(attempt), holding)
 
 
-def see(ledger: Ledger, source: Location, prepared: Prepared, step: int | None = None) -> None:
+def see(ledger: Ledger, source: Location, prepared: Prepared) -> None:
     """Enter a checkpoint that somebody named into the ledger, which knows those that a watch saw."""
     if ledger.checkpoint(prepared.identity) is None:
         host = "" if source.host is None else source.host.name
-        ledger.see(Seen(host, source.path, prepared.identity, step, time.time()))
+        ledger.see(Seen(host, source.path, prepared.identity, step_in_name(source.path), time.time()))
 
 
 def host_of_job(case: Case, own: Host, not_on: Collection[str] = ()) -> Host | None:

@@ -25,6 +25,7 @@ from dflash.checkpoint_layout import (
     read_safetensors_file,
     read_torch_file,
     sniff,
+    step_in_name,
     weight_files,
 )
 from dflash.safetensors_header import training_told
@@ -324,3 +325,11 @@ def test_optimizer_state_is_not_among_what_an_evaluation_needs(tmp_path: Path) -
     assert {file.name for file in files_of(step)} == {
         "config.json", "drafter.safetensors", "manifest.json", "probe.safetensors",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("path", "step"),
+    [("a/step_400.pt", 400), ("kpro6:/runs/step_00500", 500), ("step-7", 7), ("step_3/final.pt", None), ("27b", None)],
+)
+def test_a_name_tells_its_step(path, step):
+    assert step_in_name(path) == step
