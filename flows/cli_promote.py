@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from dflash.errors import UsageError
+from dflash.errors import DFlashError, UsageError
 from dflash.prompts import read_prompts, require_thinking
 from dflash.report import Report
 from flows.prefect_home import configure_prefect
@@ -61,6 +61,7 @@ def promote(
         return
     if not sys.stdin.isatty():
         raise UsageError("a promotion is confirmed by a human: run this at a terminal")
+    done: tuple[Links, int | None]
     if step is None:
         done = _roll_back(asked, yes)
     else:
@@ -139,7 +140,8 @@ def _promote(asked: _Promotion, checkpoint: Seen, yes: bool) -> tuple[Links, int
     return before, report.settings.block_size
 
 
-def _roll_back(asked: _Promotion, yes: bool) -> tuple[Links, int]:
+def _roll_back(asked: _Promotion, yes: bool) -> tuple[Links, int | None]:
+    """The links afterwards, and the block size of what is served again; None where that cannot be told."""
     before = promotion.links(asked.connector, asked.place)
     if before.previous is None:
         raise promotion.PromotionError(
@@ -154,7 +156,12 @@ def _roll_back(asked: _Promotion, yes: bool) -> tuple[Links, int]:
         operator=getpass.getuser(),
     )
     after = promotion.rollback(asked.connector, asked.place, before)
-    return after, promotion.block_size(asked.connector, asked.place)
+    try:
+        return after, promotion.block_size(asked.connector, asked.place)
+    except DFlashError as error:
+        # it is done: called a failure it would be done again, and that takes it back
+        typer.echo(f"how a server is started with it cannot be told: {error}", err=True)
+        return after, None
 
 
 def _ask(question: str, yes: bool) -> None:
@@ -163,16 +170,16 @@ def _ask(question: str, yes: bool) -> None:
         raise typer.Exit(1)
 
 
-def _show(place: Place, done: tuple[Links, int], as_json: bool) -> None:
+def _show(place: Place, done: tuple[Links, int | None], as_json: bool) -> None:
     after, block_size = done
-    commands = promotion.server_commands(place, block_size)
+    commands = [] if block_size is None else promotion.server_commands(place, block_size)
     if as_json:
         typer.echo(json.dumps({"host": place.host.name, "link": str(place.link), **vars(after), "commands": commands}))
         return
     typer.echo(f"{place.host.name}:{place.link} names {escape(after.current or 'nothing')}")
     if after.previous is not None:
         typer.echo(f"before it: {escape(after.previous)}, which 'dflash-ops promote --rollback' brings back")
-    typer.echo("no server was restarted; with its other options as they are:")
+    typer.echo("no server was restarted" + ("; with its other options as they are:" if commands else ""))
     for command in commands:
         typer.echo(command)
 

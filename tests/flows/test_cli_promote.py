@@ -168,6 +168,18 @@ def test_a_promotion_and_its_rollback(served: Served) -> None:
     assert [entry["directory"] for entry in served.records("rollback")] == ["drafter-step_100-00000100"]
 
 
+def test_a_rollback_whose_drafter_does_not_load_is_said_to_be_done(served: Served) -> None:
+    for step, level in ((100, 1.0), (200, 1.1)):
+        served.measured(step, level)
+        served.done(str(step))
+    (served.operator.hosts_file.parent / "remote" / "environments" / "current" / "bin" / "dflash").unlink()
+    back = served.done("--rollback")
+    assert "names drafter-step_100-00000100" in back.stdout
+    assert back.stdout.rstrip().endswith("no server was restarted")
+    assert "how a server is started with it cannot be told: " in back.stderr
+    assert served.link.resolve().name == "drafter-step_100-00000100"
+
+
 def test_what_is_served_already_is_not_promoted_again(served: Served) -> None:
     served.measured(100, 1.0)
     served.done("100")
