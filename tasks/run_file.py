@@ -158,13 +158,16 @@ def _sent(run_file: Path, named: Path | None) -> Sent | None:
         return None
     path = run_file.parent / named
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            content = file.read(LONGEST_FILE + 1)
     except OSError as error:
         raise RunFileError(
             f"{escape(str(run_file))}: {escape(str(path))}: {error.strerror}; correct its path"
         ) from None
     if len(content) > LONGEST_FILE:
-        raise RunFileError(f"{escape(str(path))} has {len(content)} bytes, too many to send along; relay it before")
+        raise RunFileError(
+            f"{escape(str(path))} has more than {LONGEST_FILE} bytes, too many to send along; relay it before"
+        )
     return Sent(path.suffix if re.fullmatch(r"\.[A-Za-z0-9]{1,10}", path.suffix) else "", content)
 
 

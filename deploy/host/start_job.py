@@ -125,23 +125,28 @@ def digest(path):
     """sha256 of a file, or of the names and sha256 of all files below a folder, but for caches and hidden ones."""
     try:
         if not os.path.isdir(path):
-            return file_digest(path)
+            odd = os.path.exists(path) and not os.path.isfile(path)
+            return f"not digested: {path} is no file or folder" if odd else file_digest(path)
         tree, size = {}, 0
         for folder, folders, files in os.walk(path):
             folders[:] = [name for name in folders if name != "__pycache__" and not name.startswith(".")]
             for file in (os.path.join(folder, name) for name in files if not name.startswith(".")):
-                size += os.path.getsize(file)
+                regular = os.path.isfile(file)  # whoever opens a pipe waits for its other end
+                size += os.path.getsize(file) if regular else 0
                 if len(tree) >= MOST_FILES or size > MOST_BYTES:
                     return f"not digested: more than {MOST_FILES} files or {MOST_BYTES >> 30} GiB"
-                tree[os.path.relpath(file, path)] = file_digest(file)
+                tree[os.path.relpath(file, path)] = file_digest(file) if regular else "no file"
     except OSError as error:
         return f"not digested: {error.filename}: {error.strerror}"
     return hashlib.sha256(json.dumps(tree, sort_keys=True).encode()).hexdigest()
 
 
 def file_digest(path):
+    sha256 = hashlib.sha256()
     with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+        while data := file.read(1 << 20):  # a file can be larger than what memory training leaves
+            sha256.update(data)
+    return sha256.hexdigest()
 
 
 def write_whole(path, content):

@@ -144,3 +144,8 @@ def test_the_host_is_named_once(tmp_path: Path, known: Inventory) -> None:
         launching.run_host(known, described, "ct129")
     with pytest.raises(UsageError, match="name one"):
         launching.run_host(known, read_run(written(tmp_path)), None)
+
+
+def test_a_file_without_end_is_not_read_to_its_end(tmp_path: Path) -> None:
+    with pytest.raises(RunFileError, match="more than 16777216 bytes"):
+        read_run(written(tmp_path, config="/dev/zero"))

@@ -117,6 +117,18 @@ def test_the_code_is_digested_as_it_is_at_the_start(job: Job) -> None:
     assert len({first[str(code)], second[str(code)], digests()[str(code)]}) == 3
 
 
+def test_code_that_is_no_file_keeps_no_job_from_starting(job: Job) -> None:
+    code = job.folder / "code"
+    code.mkdir()
+    (code / "model.py").write_text("x = 1\n")
+    (code / "data").symlink_to("nowhere")
+    os.mkfifo(code / "pipe")
+    assert job.start("true", code=(str(code), str(code / "pipe"))).wait(20) == 0
+    folder, pipe = (job.read("launch.json")["code"][str(path)] for path in (code, code / "pipe"))
+    assert len(folder) == 64
+    assert pipe == f"not digested: {code / 'pipe'} is no file or folder"
+
+
 def test_a_command_that_is_not_there_ends_the_job_with_the_reason_in_its_log(job: Job) -> None:
     assert job.start("no-such-trainer").wait(60) == 127
     assert "no-such-trainer: No such file or directory; it was not started" in job.log()
