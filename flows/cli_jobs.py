@@ -9,19 +9,18 @@ from typing import Annotated, get_args
 import typer
 from rich.text import Text
 
-from dflash.errors import UsageError
+from dflash.errors import DFlashError, UsageError
 from flows.prefect_home import configure_prefect
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
 from tasks import jobs as watched
 from tasks import launching
 from tasks.actions import escape, said
 from tasks.audit import show_time
-from tasks.errors import Refused
 from tasks.inventory import Host
 from tasks.jobs import JobStatus, SignalName
 from tasks.quantities import show_size
 from tasks.run_file import read_run
-from tasks.ssh import ConnectionFailed, Connector
+from tasks.ssh import Connector
 
 jobs_app = typer.Typer(no_args_is_help=True, help="Jobs that were launched on a host.")
 
@@ -100,7 +99,7 @@ def list_jobs(
             continue
         try:
             found[one.name] = watched.all_statuses(connector, one, approval)
-        except (ConnectionFailed, Refused) as error:
+        except DFlashError as error:
             unknown.append(str(error))
     _show_jobs(found, as_json=as_json)
     for line in unknown:

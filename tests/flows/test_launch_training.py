@@ -160,3 +160,11 @@ def test_hosts_are_checked_and_a_protected_one_only_when_approved(operator: Oper
     assert protected.exit_code == 0, protected.exception
     assert "reachable" in protected.stdout
     assert max(map(len, protected.stdout.splitlines())) <= 80
+
+
+def test_a_host_whose_jobs_cannot_be_listed_hides_no_other(operator: Operator, remote: Path) -> None:
+    (remote / "jobs").rmdir()
+    (remote / "jobs").write_text("no folder")
+    listed = dflash_ops("jobs", "list")
+    assert listed.exit_code == 0, listed.exception
+    assert [line.partition(":")[0] for line in listed.stderr.splitlines()] == ["kpro6", "ct129"]
