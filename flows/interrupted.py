@@ -46,10 +46,14 @@ def interrupt(
     """End what runs of ``deployments``, then call ``stop``, which ends what starts runs; the ids of the interrupted.
 
     Each is asked by SIGTERM first, so that it leaves nothing behind, and ends in :data:`STATE`: it failed at nothing.
+    One that has its end, and whose process is just going, keeps it: the process is waited for, since the runner calls
+    whatever still has one cancelled.
     """
     begun = datetime.now(UTC) - JUST_NOW
     going = {str(run.id) for run in _going(client, deployments)}
-    _end({run: pid for run, pid in alive().items() if run in going})
+    living = alive()
+    leaving = {str(run.id) for run in _over(client, deployments, living)}
+    _end({run: pid for run, pid in living.items() if run in going | leaving}, asked=going)
     stop()
     found = [*_going(client, deployments), *_broken_off(client, deployments, begun)]
     interrupted = [run.id for run in found]
@@ -73,10 +77,12 @@ def _runs() -> Iterator[tuple[int, str]]:
                     yield int(process.name), os.fsdecode(entry.removeprefix(RUN_VARIABLE))
 
 
-def _end(running: dict[str, int]) -> None:
-    for pid in running.values():
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
+def _end(running: dict[str, int], asked: Collection[str]) -> None:
+    """Return when the processes of ``running`` are gone; those of the runs ``asked`` are told to go."""
+    for run, pid in running.items():
+        if run in asked:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + END_SECONDS
     while running.keys() & alive().keys():
         if time.monotonic() > deadline:
@@ -92,6 +98,14 @@ def _going(client: "SyncPrefectClient", deployments: Collection[UUID]) -> "list[
     from prefect.client.schemas.objects import StateType
 
     return _of(client, deployments, [StateType.PENDING, StateType.RUNNING, StateType.CANCELLING])
+
+
+def _over(client: "SyncPrefectClient", deployments: Collection[UUID], runs: Collection[str]) -> "list[FlowRun]":
+    """Those of ``runs`` that have their end."""
+    from prefect.client.schemas.filters import FlowRunFilterId
+    from prefect.client.schemas.objects import TERMINAL_STATES
+
+    return _of(client, deployments, list(TERMINAL_STATES), id=FlowRunFilterId(any_=[UUID(run) for run in runs]))
 
 
 def _broken_off(client: "SyncPrefectClient", deployments: Collection[UUID], since: datetime) -> "list[FlowRun]":

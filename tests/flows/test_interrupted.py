@@ -34,9 +34,9 @@ def forced(api: str, run: str, kind: str, **more: str) -> str:
 
 
 @contextmanager
-def process_of(run: str) -> Iterator[process.Popen[bytes]]:
-    """Something that looks like the process of ``run``, with a child that outlives it."""
-    argv = [sys.executable, "-c", "import time; time.sleep(600)", "prefect.engine"]
+def process_of(run: str, seconds: float = 600.0) -> Iterator[process.Popen[bytes]]:
+    """Something that looks like the process of ``run``."""
+    argv = [sys.executable, "-c", f"import time; time.sleep({seconds})", "prefect.engine"]
     running = process.start(argv, env={**os.environ, "PREFECT__FLOW_RUN_ID": run})
     try:
         yield running
@@ -79,6 +79,17 @@ def test_what_is_interrupted_is_never_cancelled_and_what_somebody_cancelled_stay
     assert UUID(unwanted) not in ended
     assert {state(prefect_api, run) for run in (running, cancelled, shut_down)} == {("CRASHED", "Vanished")}
     assert state(prefect_api, unwanted) == ("CANCELLED", "Cancelled")
+
+
+def test_a_run_that_has_its_end_keeps_it_and_its_process_is_waited_for(prefect_api: str, relay: str) -> None:
+    run = forced(prefect_api, due(prefect_api, relay), "COMPLETED")
+    from prefect.client.orchestration import get_client
+
+    with process_of(run, seconds=1.0) as leaving, get_client(sync_client=True) as client:
+        ended = interrupted.interrupt(client, [UUID(relay)])
+        assert leaving.poll() == 0  # by itself, and before the runner could call it cancelled
+    assert UUID(run) not in ended
+    assert state(prefect_api, run) == ("COMPLETED", "Completed")
 
 
 def test_what_a_run_started_is_not_taken_for_the_run() -> None:
