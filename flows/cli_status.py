@@ -19,7 +19,7 @@ from tasks.ledger import Watch
 from tasks.quantities import show_duration
 
 EVERY_SECONDS = 2.0
-PLACE_WIDTH = 40
+PLACE_WIDTH, MOST_FAILED = 40, 3
 
 
 def status(
@@ -85,6 +85,9 @@ def _queue(queue: Queue, now: float) -> RenderableType:
         table.add_row(Text(run.state, "yellow"), Text(_end(run.name)), Text(f"due for {_ago(run.since, now)}"))
     if queue.next is not None:
         table.add_row(Text("next"), Text(_end(queue.next.name)), Text(_until(queue.next, now)))
+    for run in queue.failed[:MOST_FAILED]:
+        why = Text(f"{_ago(run.since, now)} ago: {said(run.message)}")
+        table.add_row(Text(run.state, "bold red"), Text(_end(run.name)), why)
     return Group(Text(f"{where}{len(queue.going)} running, {len(queue.waiting)} waiting"), table)
 
 

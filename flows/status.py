@@ -29,6 +29,7 @@ WATCHING = "watching"
 OF_NO_HOST = (WATCHING, STOPPED, "PrefectUnreachable")
 """States of a watch whose host answered when it was looked at last; named here, for what has them loads for long."""
 GOING = ("RUNNING", "PENDING", "CANCELLING", "PAUSED")
+FAILED = ("FAILED", "CRASHED")
 API_SECONDS = 3.0
 
 
@@ -46,11 +47,12 @@ class HostRow:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A flow run that runs or is due."""
+    """A flow run that runs, is due, or has failed, with why."""
 
     name: str
     state: str
     since: float | None
+    message: str = ""
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,8 @@ class Queue:
     waiting: list[RunRow] = field(default_factory=list)
     next: RunRow | None = None
     """The first that is scheduled for later."""
+    failed: list[RunRow] = field(default_factory=list)
+    """Of the last day, the newest first; without those of the watches, whose checkpoints are tried again or counted."""
 
 
 @dataclass(frozen=True)
@@ -100,7 +104,8 @@ class Status:
     watches: list[Watch]
     queue: Queue
     checkpoints: dict[str, dict[str, int]]
-    """By the digest of the suite: how many checkpoints are in which state."""
+    """By the digest of the suite: how many checkpoints are in which state; those without any attempt are counted only
+    where a watch asks the suite of them."""
     numbers: list[Number]
     grants: list[GrantRow]
 
@@ -114,6 +119,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
     now = clock()
     ledger = Ledger.open(state)
     watches = as_served(ledger.watches())
+    watched = {ledger.memory(one.source).get("suite") for one in watches}
     attempts = ledger.attempts(limit=20 * NUMBERS)
     ended = [attempt for attempt in attempts if not attempt.is_open]
     suites = dict.fromkeys(attempt.suite for attempt in attempts)
@@ -122,7 +128,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
         hosts=hosts(inventory, watches, ended),
         watches=watches,
         queue=queue(server(), now),
-        checkpoints={suite: {str(state): n for state, n in ledger.counts(suite).items()} for suite in suites},
+        checkpoints={suite: dict(ledger.counts(suite, begun=suite not in watched).items()) for suite in suites},
         numbers=[_number(ledger, attempt) for attempt in ended if attempt.state != "superseded"][:NUMBERS],
         grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
     )
@@ -159,10 +165,13 @@ def queue(api: str | None, now: float) -> Queue:
         flows = {flow["id"]: flow["name"] for flow in _ask(api, "flows/filter", {})}
         going = [_run(run, _name(run, flows)) for run in _runs(api, GOING, "START_TIME_ASC")]
         due = [_run(run, _name(run, flows)) for run in _runs(api, ("SCHEDULED",), "NEXT_SCHEDULED_START_TIME_ASC")]
+        failed = [_ended(run) for run in _runs(api, FAILED, "END_TIME_DESC") if not _asked(run).get("identity")]
     except (OSError, ValueError) as error:
         return Queue(api, f"it does not answer ({getattr(error, 'reason', None) or error})")
     later = [run for run in due if run.since is not None and run.since > now]
-    return Queue(api, "", going, [run for run in due if run not in later], later[0] if later else None)
+    waiting = [run for run in due if run not in later]
+    recent = [run for run in failed if run.since is not None and now - run.since < DAY]
+    return Queue(api, "", going, waiting, later[0] if later else None, recent)
 
 
 def _runs(api: str, states: tuple[str, ...], sort: str) -> list[dict[str, Any]]:
@@ -183,14 +192,30 @@ def _name(run: dict[str, Any], flows: dict[str, str]) -> str:
     """A run gets its own name when it starts; until then Prefect's is chance, and what it was asked for tells more."""
     if run.get("state_type") not in ("SCHEDULED", "PENDING"):
         return str(run["name"])
-    flow, source = flows.get(run.get("flow_id", ""), run["name"]), run.get("parameters", {}).get("source")
+    flow, source = flows.get(run.get("flow_id", ""), run["name"]), _asked(run).get("source")
     return f"{flow} {source}" if isinstance(source, str) else str(flow)
+
+
+def _asked(run: dict[str, Any]) -> dict[str, Any]:
+    return run.get("parameters") or {}
 
 
 def _run(run: dict[str, Any], name: str) -> RunRow:
     when = run.get("start_time") or run.get("next_scheduled_start_time") or run.get("expected_start_time")
-    since = None if when is None else datetime.fromisoformat(when).astimezone(UTC).timestamp()
-    return RunRow(str(name), str(run.get("state_name") or run.get("state_type")), since)
+    return RunRow(str(name), _state(run), _time(when))
+
+
+def _ended(run: dict[str, Any]) -> RunRow:
+    message = (run.get("state") or {}).get("message") or ""
+    return RunRow(str(run["name"]), _state(run), _time(run.get("end_time")), str(message))
+
+
+def _state(run: dict[str, Any]) -> str:
+    return str(run.get("state_name") or run.get("state_type"))
+
+
+def _time(when: str | None) -> float | None:
+    return None if when is None else datetime.fromisoformat(when).astimezone(UTC).timestamp()
 
 
 def _number(ledger: Ledger, attempt: Attempt) -> Number:

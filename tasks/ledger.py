@@ -242,13 +242,17 @@ class Ledger:
         )
         return list(map(_attempt, found))
 
-    def counts(self, suite: str) -> dict[State, int]:
-        """How many checkpoints are in which state, by the last attempt at each; without one they are ``seen``."""
+    def counts(self, suite: str, *, begun: bool = False) -> dict[State, int]:
+        """How many checkpoints are in which state, by the last attempt at each; without one they are ``seen``.
+
+        ``begun`` leaves those without one out: not every suite is asked of every checkpoint.
+        """
         found = self._file.rows(
             "SELECT coalesce(state, 'seen') AS state, count(*) AS number FROM checkpoints LEFT JOIN attempts AS last "
             "ON (last.identity, last.suite) = (checkpoints.identity, :suite) AND last.number = (SELECT max(number) "
-            "FROM attempts WHERE identity = checkpoints.identity AND suite = :suite) GROUP BY 1",
-            {"suite": suite},
+            "FROM attempts WHERE identity = checkpoints.identity AND suite = :suite) "
+            "WHERE state IS NOT NULL OR NOT :begun GROUP BY 1",
+            {"suite": suite, "begun": begun},
         )
         numbers = {row["state"]: row["number"] for row in found}
         return {state: numbers.get(state, 0) for state in get_args(State)}

@@ -69,6 +69,15 @@ def test_numbers_are_the_last_results_with_their_checkpoints(ledger: Ledger) -> 
     assert "not valid: position-ids" in " ".join(text.split())
 
 
+def test_only_what_a_watch_asks_of_every_checkpoint_counts_those_that_wait_for_it(ledger: Ledger) -> None:
+    recorded(ledger, 100, "evaluated", tau=3.25)
+    ledger.see(Seen("kpro6", "/workspace/dflash/checkpoints/step_200", "2" * 64, 200, NOW))
+    assert gathered().checkpoints[SUITE]["seen"] == 0
+    ledger.record_watch(Watch("kpro6:/workspace", watcher.WATCHING, looked=NOW))
+    ledger.remember("kpro6:/workspace", {"suite": SUITE})
+    assert gathered().checkpoints[SUITE]["seen"] == 1
+
+
 def test_a_host_is_known_by_its_watch_else_by_its_last_evaluation(ledger: Ledger) -> None:
     recorded(ledger, 100, "evaluated", tau=3.0)
     ledger.record_watch(Watch("kpro6:/workspace", "HostUnreachable", looked=NOW - 600, message="no route to it"))
@@ -120,6 +129,13 @@ def server() -> Iterator[str]:
                 begun = {"name": "evaluate step_100", "state_name": "Running", "start_time": "2027-01-15T08:00:00Z"}
                 of_chance = {"name": "opal-jacamar", "flow_id": "1", "parameters": {"source": "kpro6:/c/step_200"}}
                 found = [begun, {**of_chance, "state_name": "Submitting", "state_type": "PENDING"}]
+            elif "FAILED" in asked["flow_runs"]["state"]["type"]["any_"]:
+                told = {"state_name": "NotACheckpoint", "state": {"message": "it holds step_1"}, "name": "evaluate c"}
+                found = [
+                    {**told, "parameters": {"source": "kpro6:/c"}, "end_time": "2027-01-15T08:00:00Z"},
+                    {**told, "parameters": {"identity": "22"}, "end_time": "2027-01-15T07:59:00Z"},
+                    {**told, "parameters": {}, "end_time": "2027-01-14T07:59:00Z"},
+                ]
             else:
                 late = {"state_name": "Late", "state_type": "SCHEDULED"}
                 found = [
@@ -150,6 +166,13 @@ def test_the_queue_tells_what_runs_from_what_is_due_and_what_comes_next(server: 
     assert [run.name for run in queue.waiting] == ["evaluate-checkpoint"]
     assert queue.next is not None
     assert queue.next.name == "nightly-comparison"
+
+
+def test_a_run_that_failed_and_that_no_watch_sees_to_is_shown_for_a_day_with_why(server: str) -> None:
+    queue = status.queue(server, NOW + 60)
+    assert queue.failed == [RunRow("evaluate c", "NotACheckpoint", NOW, "it holds step_1")]
+    text = " ".join(shown(Status(NOW + 60, [], [], queue, {}, [], [])).split())
+    assert "NotACheckpoint evaluate c 1m ago: it holds step_1" in text
 
 
 def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
