@@ -4,10 +4,11 @@ Blocks hold the addresses and the secrets, so hosts.yaml holds none. A block tha
 """
 
 import inspect
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from dflash.errors import DFlashError
+from dflash.errors import DFlashError, UsageError
 from flows.prefect_home import configure_prefect
 from tasks.actions import escape, said
 from tasks.inventory import Inventory
@@ -15,6 +16,8 @@ from tasks.inventory import Inventory
 if TYPE_CHECKING:
     from prefect.blocks.abstract import NotificationBlock
 
+KINDS = ("apprise", "custom-webhook")
+"""Of blocks that are made here."""
 SHORTEST_SECRET = 4
 """What is shorter is not cut out of a message: it would stand in every word."""
 
@@ -48,10 +51,18 @@ def notify(inventory: Inventory, subject: str, body: str) -> tuple[str, ...]:
 def save_block(name: str, url: str) -> None:
     """Save ``url`` as the notification block ``name`` ("custom-webhook/ops" or "apprise/mail"), over an older one.
 
-    A webhook gets ``{"subject": …, "body": …}`` by POST. Raises :class:`NotNotifiedError` when Prefect or Apprise does
-    not take it; the URL, which may hold a secret, stands in no message.
+    A webhook gets ``{"subject": …, "body": …}`` by POST. Raises ``UsageError`` for a name or a webhook's URL that is
+    none, :class:`NotNotifiedError` when Prefect or Apprise does not take it; the URL, which may hold a secret, stands
+    in no message.
     """
     kind, _, called = name.partition("/")
+    if kind not in KINDS or re.fullmatch("[a-z0-9-]+", called) is None:
+        raise UsageError(
+            f"'{escape(name)}' is neither apprise/NAME nor custom-webhook/NAME, with a NAME of small letters, digits "
+            "and dashes; make blocks of other kinds on Prefect's page"
+        )
+    if kind == "custom-webhook" and re.match(r"https?://[^/\s]", url) is None:
+        raise UsageError(f"what was given for {name} is no URL of a webhook; it begins with https:// or http://")
     configure_prefect()
     from prefect.blocks.notifications import CustomWebhookNotificationBlock
     from prefect.types import SecretDict
@@ -63,7 +74,7 @@ def save_block(name: str, url: str) -> None:
         block: NotificationBlock
         if kind == "apprise":
             block = Apprise(url=SecretStr(url))
-        elif kind == "custom-webhook":
+        else:
             block = CustomWebhookNotificationBlock(
                 name=called,
                 url="{{url}}",
@@ -72,8 +83,6 @@ def save_block(name: str, url: str) -> None:
                 cookies=None,
                 secrets=SecretDict({"url": url}),
             )
-        else:
-            raise ValueError("only apprise/NAME and custom-webhook/NAME are made here; make others on Prefect's page")
         _now(block.save, called, overwrite=True)
 
     why = _failure(save, {url})

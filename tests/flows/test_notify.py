@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from dflash.errors import UsageError
 from flows.notify import NotNotifiedError, notify, save_block
 from tasks.inventory import Inventory, parse
 from tests.guard_state import GuardState
@@ -100,3 +101,20 @@ def test_a_message_is_sent_from_inside_an_event_loop(people: People, known: Guar
 
     assert asyncio.run(loop()) == ("custom-webhook/ops",)
     assert len(people.webhook.received) == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "url"),
+    [
+        ("", "https://example.org/hook"),
+        ("slack/ops", "https://example.org/hook"),
+        ("custom-webhook/", "https://example.org/hook"),
+        ("custom-webhook/a/b", "https://example.org/hook"),
+        ("apprise/Ops", "mailto://example.org"),
+        ("custom-webhook/ops", "swordfish"),
+    ],
+)
+def test_what_cannot_be_a_block_is_refused_before_anything_is_saved(name: str, url: str) -> None:
+    with pytest.raises(UsageError, match=r"neither apprise/NAME nor custom-webhook/NAME|begins with https") as refused:
+        save_block(name, url)
+    assert "swordfish" not in str(refused.value)
