@@ -139,7 +139,7 @@ def as_served(watches: list[Watch]) -> list[Watch]:
     if serving() is not None:
         return watches
     message = "no dflash-ops serve runs over this state folder: start it to go on watching"
-    return [replace(one, state=STOPPED, message=message) if one.state == WATCHING else one for one in watches]
+    return [replace(one, state=STOPPED, message=message) if one.state in OF_NO_HOST else one for one in watches]
 
 
 def hosts(inventory: Inventory, watches: list[Watch], ended: list[Attempt]) -> list[HostRow]:

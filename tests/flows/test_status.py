@@ -98,6 +98,8 @@ def test_nothing_is_watched_where_nothing_serves(ledger: Ledger) -> None:
     forget_serving()
     found = gathered()
     assert [watch.state for watch in found.watches] == ["stopped"]
+    ledger.record_watch(Watch("kpro6:/workspace", PrefectUnreachableError.state_name, looked=NOW, message="it is busy"))
+    assert [watch.state for watch in gathered().watches] == ["stopped"]
     assert "start it to go on watching" in " ".join(shown(found).split())
 
 
