@@ -58,6 +58,8 @@ def launch(
         typer.echo(json.dumps({"host": found.host, "found": found.found, **asdict(found.status)}))
     else:
         typer.echo(f"{found.job} on {found.host}: " + (_sentence(found.status) if found.found else "launched"))
+    if found.found and found.status.over:
+        typer.echo(f"nothing was started; to run it again: --attempt {described.run.attempt + 1}", err=True)
     if follow:
         logs(found.host, found.job, follow=True, hosts=hosts)
 

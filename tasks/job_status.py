@@ -56,7 +56,9 @@ def judge(known: JobStatus, birth: str, alive: JobRecord, heartbeat: Entry | Non
     beats = heartbeat is not None and abs(now - heartbeat.mtime_ns / 1e9) <= BEAT_SECONDS
     boot = birth.partition(":")[0]
     if alive.boot is not None and birth != "ended" and alive.boot != boot:
-        return replace(known, state="vanished", message="the host was started anew since; launch it again to go on")
+        return replace(
+            known, state="vanished", message="the host was started anew since; to go on, launch the next --attempt"
+        )
     if alive.lives:
         alone = "" if beats else "nothing watches over it any more, so how it ends will not be known"
         return replace(known, state="running", message=alone)

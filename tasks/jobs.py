@@ -306,7 +306,7 @@ def _without_record(session: GateSession, job: str, folder: str, files: dict[str
     age = time.time() - _asked(session.stat, folder).mtime_ns / 1e9
     if age < START_SECONDS:
         return JobStatus(job, "running", message="it is being started")
-    return JobStatus(job, "vanished", message="its start was interrupted and it never ran; launch it under another id")
+    return JobStatus(job, "vanished", message="its start was interrupted and it never ran; launch the next --attempt")
 
 
 def _exited(session: GateSession, folder: str, known: JobStatus) -> JobStatus:

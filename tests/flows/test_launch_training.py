@@ -96,6 +96,7 @@ def test_a_script_goes_on_when_the_operators_side_is_killed(
     assert dflash_ops("jobs", "logs", "ct129", job, "--offset", "9").stdout_bytes == whole[9:]
     again = dflash_ops("launch", "--config", str(file), "--json")
     assert (json.loads(again.stdout)["found"], json.loads(again.stdout)["job"]) == (True, job)
+    assert again.stderr == "nothing was started; to run it again: --attempt 2\n"
     missing = dflash_ops("jobs", "status", "ct129", "other")
     assert (missing.exit_code, "has no job other" in missing.stdout) == (1, True)
 
