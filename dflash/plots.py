@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from dflash.compare import ReportComparison
 from dflash.errors import DFlashError, one_line
 from dflash.metrics import Round
+from dflash.output import OutputError
 from dflash.pages.rounds_view import misses_by_rank
 from dflash.report import Metrics, Report
 from dflash.trend import Point, Series, training_tau
@@ -84,15 +85,20 @@ def _style() -> Any:
 
 
 def _save(folder: Path, figures: Mapping[str, "Figure"]) -> list[Path]:
-    folder.mkdir(parents=True, exist_ok=True)
     files = []
-    with _style():
-        for name, figure in figures.items():
-            for kind in ("png", "svg"):
-                path = folder / f"{name}.{kind}"
-                # without a date the same report gives the same bytes
-                figure.savefig(path, dpi=DPI, metadata={"Date": None} if kind == "svg" else {})
-                files.append(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with _style():
+            for name, figure in figures.items():
+                for kind in ("png", "svg"):
+                    path = folder / f"{name}.{kind}"
+                    # without a date the same report gives the same bytes
+                    figure.savefig(path, dpi=DPI, metadata={"Date": None} if kind == "svg" else {})
+                    files.append(path)
+    except OSError as error:
+        raise OutputError(
+            f"the plots could not be written to {folder} ({error.strerror or error}); make room, or name another folder"
+        ) from None
     return files
 
 

@@ -12,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from dflash.output import OutputError
 from dflash.pages.markup import Html, join, tag
 
 
@@ -48,15 +49,23 @@ def document(title: str, body: Html, *, scripts: list[str], data: dict[str, Any]
 
 
 def write_page(path: Path, page: str) -> None:
-    """Put ``page`` at ``path``, whole or not at all; an older one is replaced."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Put ``page`` at ``path``, whole or not at all; an older one is replaced.
+
+    Raises :class:`~dflash.output.OutputError` where it cannot be written.
+    """
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except BaseException:
-        partial.unlink(missing_ok=True)
-        raise
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            partial.write_text(page, encoding="utf-8")
+            partial.replace(path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+    except OSError as error:
+        raise OutputError(
+            f"{path} could not be written ({error.strerror or error}); make room, or name another place"
+        ) from None
 
 
 def masthead(kind: str, name: str, sections: list[tuple[str, str]]) -> Html:

@@ -186,3 +186,14 @@ def test_an_evaluation_draws_its_charts_when_asked(run_dflash, tmp_path: Path) -
     )
     assert done.returncode == 0, done.err
     assert (tmp_path / "report" / "plots" / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_place_that_cannot_be_written_is_named_with_the_mend(run_dflash, folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    page = run_dflash("report", "html", folder, "--output", file / "report.html")
+    assert page.returncode == 1
+    assert f"{file / 'report.html'} could not be written (File exists); make room, or name another place" in page.err
+    plots = run_dflash("report", "html", folder, "--plots", file)
+    assert plots.returncode == 1
+    assert f"the plots could not be written to {file} (File exists)" in plots.err
