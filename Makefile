@@ -22,7 +22,7 @@ demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' -n 2 $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 3 --dist loadgroup $(ARGS)
 
 test-slow: $(STAMP) $(FLA)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -17,28 +17,28 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # what a test does not place elsewhere must not land among the state of whoever runs it
 STATE = os.environ["DFLASH_STATE"] = tempfile.mkdtemp(prefix="dflash-tests-")
 
+LAB, PREFECT = "lab", "prefect"
+
 pytest_plugins = ["tests.tiny", "tests.labs", "tests.sshds", "tests.object_stores"]
 
-TOGETHER = ("tests/lab/", "tests/flows/")
-"""Folders whose tests one process has to do: there is one lab a machine, and a Prefect server takes long to start."""
 
-
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What one process has to do alone takes longest, and begins first."""
-    items.sort(key=lambda item: not item.nodeid.startswith(TOGETHER))
+    """Share the tests out over the processes of ``make test``: by file, but what has to be together is together.
+
+    There is one lab a machine, and a Prefect server takes long to start. Those shares are the longest, and begin first.
+    """
+    shares = {item: _share(item) for item in items}
+    items.sort(key=lambda item: shares[item] not in (LAB, PREFECT))
+    for item, share in shares.items():
+        item.add_marker(pytest.mark.xdist_group(share))
+
+
+def _share(item: pytest.Item) -> str:
+    if item.nodeid.startswith("tests/lab/"):
+        return LAB
+    return PREFECT if "prefect_api" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
 
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(STATE, ignore_errors=True)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    """Share the tests out over the processes of ``make test``: by file, or by folder what has to be together."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid.partition("::")[0])
-
-    return ByFile(config, log)
