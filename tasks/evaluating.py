@@ -204,6 +204,8 @@ def end_leftover(case: Case, host: Host) -> bool:
 
 def _fail(case: Case, error: EvaluationError) -> None:
     case.ledger.finish(case.attempt, "failed", message=str(error))
+    if case.job is not None:
+        forget(case.job)
 
 
 def _next(case: Case) -> Attempt:

@@ -142,7 +142,7 @@ class Prepared(BaseModel):
 
 
 def forget(job: str, state: Path | None = None) -> None:
-    """Remove what was kept for ``job``: its report is home."""
+    """Remove what was kept for ``job``: its report is home, or there will be none."""
     _kept(job, state).unlink(missing_ok=True)
 
 

@@ -246,6 +246,8 @@ def test_why_an_evaluation_failed_is_the_state_that_the_host_named(bench: Bench)
     (attempt,) = bench.ledger.attempts()
     assert attempt.state == "failed"
     assert "fla was asked for" in attempt.message
+    assert attempt.job is not None
+    assert Prepared.kept(attempt.job) is None
 
 
 def test_a_state_that_is_none_of_an_evaluation_is_not_taken_over(bench: Bench) -> None:
