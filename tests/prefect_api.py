@@ -33,6 +33,7 @@ LEAN = {
 }
 START_SECONDS = 400.0
 BUSY_TRIES = 10
+UNUSED = "unused"
 STOP_SECONDS = 30.0
 
 
@@ -146,8 +147,17 @@ def running(server: Server) -> Iterator[Server]:
         server.stop()
 
 
-def copy_database(server_home: Path, home: Path) -> None:
-    """Give ``home`` the database of another server as it is now: making a new one takes far longer."""
+def keep_unused(server: Server) -> None:
+    """Keep the database of ``server`` as it is before anybody uses it, for :func:`copy_database`."""
+    _copy(server.home, server.home / UNUSED)
+
+
+def copy_database(server: Server, home: Path) -> None:
+    """Give ``home`` the unused database that was kept of ``server``: making a new one takes far longer."""
+    _copy(server.home / UNUSED, home)
+
+
+def _copy(server_home: Path, home: Path) -> None:
     home.mkdir(parents=True, exist_ok=True)
     with (
         closing(sqlite3.connect(server_home / "prefect.db")) as source,

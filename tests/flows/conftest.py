@@ -21,7 +21,7 @@ from dflash.report import CheckpointInfo, PromptResult, Report, Settings, Target
 from dflash.rounds_file import write_rounds
 from tasks import public_keys
 from tasks.ssh import Connector
-from tests.prefect_api import LEAN, QUIET, Server, running
+from tests.prefect_api import LEAN, QUIET, Server, keep_unused, running
 from tests.sshds import Site, both_sshds
 
 EVALUATOR = """#!/bin/sh
@@ -152,6 +152,7 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         for name, value in {**QUIET, "PREFECT_HOME": str(home)}.items():
             patch.setenv(name, value)
         with running(Server(home, **LEAN)) as server:
+            keep_unused(server)
             yield server
 
 

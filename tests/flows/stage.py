@@ -110,7 +110,7 @@ class Stage:
 
     def migrated(self, server: Server) -> None:
         """Begin with the database of ``server``, which saves making a new one."""
-        copy_database(server.home, self.state / "prefect")
+        copy_database(server, self.state / "prefect")
 
     def command(self, *arguments: str) -> str:
         """What a command of the operator prints."""

@@ -30,7 +30,7 @@ def server(
     """One of the test's own, with a database that need not be made first."""
     monkeypatch.chdir(REPOSITORY)
     own = Server(tmp_path / "prefect", **LEAN, **pruned(Retention(runs=1, events=1), every=3.0))
-    copy_database(shared_server.home, own.home)
+    copy_database(shared_server, own.home)
     with running(own):
         yield own
 

@@ -384,7 +384,7 @@ def test_an_event_starts_the_evaluation_instead_and_nothing_is_evaluated_twice(
     from flows.deployments import deployment
 
     home = tmp_path / "prefect"
-    copy_database(shared_server.home, home)
+    copy_database(shared_server, home)
     by_event = replace(watched.watching, rules=Rules(by_event=True))
     server = Server(home, PREFECT_SERVER_UI_ENABLED="false")
     with server_running(server), temporary_settings({PREFECT_API_URL: server.api}):
