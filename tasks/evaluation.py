@@ -40,9 +40,7 @@ def inference_host(inventory: Inventory, name: str | None, environment: Mapping[
         return known[0]
     if name is None:
         names = ", ".join(host.name for host in known) or "none"
-        raise UsageError(
-            f"hosts.yaml has {len(known)} inference hosts ({names}): name one with --on, or give --queue"
-        )
+        raise UsageError(f"hosts.yaml has {len(known)} inference hosts ({names}): name one with --on, or give --queue")
     host = inventory.host(name)
     if host not in known:
         raise UsageError(f"{host.name} is a {host.role} host; evaluations run on an inference host")

@@ -37,7 +37,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def _share(item: pytest.Item) -> str:
     if item.nodeid.startswith("tests/lab/"):
         return LAB
-    return PREFECT if "prefect_api" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
+    return PREFECT if "shared_server" in getattr(item, "fixturenames", ()) else item.nodeid.partition("::")[0]
 
 
 def pytest_unconfigure() -> None:
