@@ -67,7 +67,12 @@ def test_the_report_directory_holds_what_was_measured(request_of):
     assert report.valid, report.invalid_because
     assert read_report(request.output / "report.json") == report
     assert (request.output / "report.md").read_text().startswith(f"# {report.headline()}")
-    assert sorted(path.name for path in request.output.iterdir()) == ["report.html", "report.json", "report.md", "rounds.jsonl"]
+    assert sorted(path.name for path in request.output.iterdir()) == [
+        "report.html",
+        "report.json",
+        "report.md",
+        "rounds.jsonl",
+    ]
     assert not list(request.output.parent.glob(".report*"))
     assert report.target.class_name == "Qwen3ForCausalLM"
     assert report.target.dtype == "float32"

@@ -76,7 +76,7 @@ def test_training_checkpoints_grow_with_their_steps(tiny_hybrid: Pair, training_
 @pytest.mark.parametrize(
     ("lengths", "texts"),
     [
-        pytest.param(COARSE_LENGTHS, 8, id="coarse"),
+        pytest.param(COARSE_LENGTHS, 8, id="coarse", marks=pytest.mark.slow),
         pytest.param(range(100, 401), 16, id="all", marks=[pytest.mark.slow, pytest.mark.timeout(1200)]),
     ],
 )

@@ -138,15 +138,15 @@ def prefect_api(prefect_server: str) -> Iterator[str]:
             _send_what_waits()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prefect_server(shared_server: Server) -> str:
     """The address of the API of a Prefect server, one for the run."""
     return shared_server.api
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A Prefect server, one for the run; its settings are this process's too."""
+    """A Prefect server for this folder, not for longer: idle it takes a fifth of a core. Its settings are ours too."""
     home = tmp_path_factory.mktemp("prefect")
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {**QUIET, "PREFECT_HOME": str(home)}.items():

@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from flows.cli import app
 from tasks.ends import LocalReader
 from tasks.errors import Refused
+from tasks.gate import ByteStream
 from tasks.store_errors import ObjectMissingError
 from tests.flows.conftest import Operator
 from tests.object_stores import BUCKET, StoreServer, in_environment, store_server
@@ -106,16 +108,20 @@ def test_object_is_an_end_like_any_other(staged: Operator, server: StoreServer) 
 def test_object_and_hosts_get_it_from_one_reading_of_the_source(
     staged: Operator, server: StoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read: list[str] = []
+    read: list[int] = []
     reading = LocalReader.read
-    monkeypatch.setattr(
-        LocalReader, "read", lambda self, path, *span: (read.append(path), reading(self, path, *span))[1]
-    )
+
+    def counted(self: LocalReader, path: str, offset: int, length: int) -> AbstractContextManager[ByteStream]:
+        read.append(length)
+        return reading(self, path, offset, length)
+
+    monkeypatch.setattr(LocalReader, "read", counted)
     source = staged.hosts_file.parent / "here.bin"
     source.write_bytes(bytes(range(256)) * 1000)
     done(str(source), f"ct129:{there(staged)}", f"s3://{BUCKET}/one", f"s3://{BUCKET}/two")
     assert server.content("one") == server.content("two") == there(staged).read_bytes() == source.read_bytes()
-    assert len(read) == 1
+    # the first bytes tell that it is no checkpoint
+    assert read == [4, source.stat().st_size]
 
 
 def test_plan_of_an_object_tells_what_moves_and_how(staged: Operator, server: StoreServer) -> None:

@@ -57,6 +57,7 @@ def runs(api: str) -> list[tuple[str, str, str]]:
     return [(run["name"], run["state_type"], run["state_name"]) for run in found if run["state_type"] != "SCHEDULED"]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_evaluated_and_a_signal_to_all_ends_it_well(stage: Stage) -> None:
     serving = stage.serve()
     stage.save(100)

@@ -61,7 +61,7 @@ def _rounds_in_which_one_of_two_ran(site: Site, folder: Path, rounds: int) -> in
 
 
 def test_of_two_uses_at_once_exactly_one_runs(site: Site, tmp_path: Path) -> None:
-    assert _rounds_in_which_one_of_two_ran(site, tmp_path, 20) == 20
+    assert _rounds_in_which_one_of_two_ran(site, tmp_path, 8) == 8
 
 
 @pytest.mark.slow

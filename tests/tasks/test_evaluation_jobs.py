@@ -315,6 +315,7 @@ class Piece:
     not_on: tuple[str, ...] = ()
 
 
+@pytest.mark.slow  # as a whole, with Prefect, in tests/flows/test_workers.py
 def test_two_hosts_share_a_queue_and_one_that_dies_loses_and_doubles_nothing(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -182,10 +182,8 @@ def test_what_was_wrong_with_a_host_is_looked_at_again_and_not_remembered(
 SESSIONS = {1: "facts", 2: "look", 3: "folder", 4: "parcel", 5: "build"}
 
 
-@pytest.mark.parametrize(
-    "session",
-    [pytest.param(one, id=name, marks=() if name == "parcel" else pytest.mark.slow) for one, name in SESSIONS.items()],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("session", SESSIONS, ids=SESSIONS.get)
 def test_a_host_that_goes_away_at_any_step_is_named_and_the_next_try_goes_on(
     small: Small, session: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
