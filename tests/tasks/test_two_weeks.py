@@ -5,6 +5,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 from hypothesis import HealthCheck, Phase, settings
@@ -23,6 +24,8 @@ class Weeks(RuleBasedStateMachine):
     """Until the next thing happens."""
     in_all = 0
     """Minutes that are lived through at the least."""
+    lived: ClassVar[list[int]] = []
+    """Looks of every history that came to its end with all that was promised."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,6 +112,7 @@ class Weeks(RuleBasedStateMachine):
             if hasattr(self, "world"):
                 self.world.minutes(0 if self.simplest else max(0, self.in_all - self.world.looks))
                 self.world.settle()
+                self.lived.append(self.world.looks)
         finally:
             self.patch.undo()
             shutil.rmtree(self.folder)
@@ -119,8 +123,8 @@ class Weeks(RuleBasedStateMachine):
 
 @contextmanager
 def machine(**fields: int) -> Iterator[type[Weeks]]:
-    """The machine with other ``fields``."""
-    yield type("Weeks", (Weeks,), fields)
+    """The machine with other ``fields``, and nothing lived yet."""
+    yield type("Weeks", (Weeks,), {**fields, "lived": []})
 
 
 BASE = settings(deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
@@ -132,6 +136,7 @@ def test_whatever_happens_every_checkpoint_gets_what_is_due_to_it() -> None:
             weeks,
             settings=settings(BASE, max_examples=5, stateful_step_count=15, derandomize=True, phases=(Phase.generate,)),
         )
+    assert len(weeks.lived) >= 5
 
 
 @pytest.mark.slow
@@ -142,6 +147,7 @@ def test_two_weeks_of_looks() -> None:
             weeks,
             settings=settings(BASE, max_examples=2, stateful_step_count=300, phases=(Phase.generate,)),
         )
+    assert max(weeks.lived) >= MINUTES
 
 
 @pytest.mark.slow
@@ -151,3 +157,4 @@ def test_whatever_happens_in_any_order() -> None:
         run_state_machine_as_test(
             weeks, settings=settings(BASE, max_examples=40, stateful_step_count=25, phases=(Phase.generate,))
         )
+    assert len(weeks.lived) >= 40
