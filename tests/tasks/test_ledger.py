@@ -11,21 +11,14 @@ import pytest
 from tasks import ledger as ledgers
 from tasks import ledger_file
 from tasks.ledger import Attempt, AttemptHeldError, Ledger, LedgerBusyError, LedgerError, Seen, Watch
+from tests.tasks.watched import Clock
 
 SUITE = "a" * 64
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_000_000.0)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ class Weeks(RuleBasedStateMachine):
     minutes = 45
     """Until the next thing happens."""
     in_all = 0
-    """Minutes that are lived through at the least."""
+    """Looks that are lived through at the least."""
     lived: ClassVar[list[int]] = []
     """Looks of every history that came to its end with all that was promised."""
 
@@ -110,7 +110,9 @@ class Weeks(RuleBasedStateMachine):
     def teardown(self) -> None:
         try:
             if hasattr(self, "world"):
-                self.world.minutes(0 if self.simplest else max(0, self.in_all - self.world.looks))
+                # nobody looks while the machine is off
+                while not self.simplest and (missing := self.in_all - self.world.looks) > 0:
+                    self.world.minutes(missing)
                 self.world.settle()
                 self.lived.append(self.world.looks)
         finally:

@@ -17,24 +17,16 @@ from tasks.ssh import ConnectionFailed, HostKeyError
 from tasks.watch import Rules, Run, evaluation_key, hand_on, pause, take, verdict
 from tasks.watch_grants import GrantEndedError
 from tasks.watcher import Surroundings, Watcher
-from tests.tasks.watched import FakeRuns, People
+from tests.tasks.watched import Clock, FakeRuns, People
 
 SUITE = "a" * 64
 HERE = Location(None, "/c")
 DAY = 86_400.0
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 1_800_000_000.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1_800_000_000.0)
 
 
 @pytest.fixture

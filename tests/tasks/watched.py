@@ -9,6 +9,16 @@ from tasks.watch import Order, Run
 from tasks.watcher import Notice
 
 
+class Clock:
+    """Seconds since 1970, set by hand."""
+
+    def __init__(self, now: float) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
 class PrefectAwayError(DFlashError):
     state_name = "PrefectUnreachable"
 
