@@ -9,11 +9,13 @@ from rich.console import Console
 from rich.table import Table
 
 from dflash.cli_options import JsonOption, text
+from dflash.command_line import NOTHING_CHANGED, leaves
 
 if TYPE_CHECKING:
     from dflash.compare import ReportComparison
 
 
+@leaves(NOTHING_CHANGED)
 def compare(
     ours: Annotated[Path, typer.Argument(help="report.json of the drafter in question")],
     theirs: Annotated[list[Path], typer.Argument(help="report.json of the one, or those, it is compared with")],

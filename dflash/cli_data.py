@@ -9,6 +9,7 @@ from rich.table import Column, Table
 
 from dflash import cli_features
 from dflash.cli_options import JsonOption, TargetOption, ThinkingOption, text, thinking_asked
+from dflash.command_line import leaves
 
 if TYPE_CHECKING:
     from dflash.training.regenerate import Regenerated
@@ -22,6 +23,7 @@ def _group() -> None:
 
 
 @app.command()
+@leaves("answers that were written are kept; the same command goes on with the others")
 def regenerate(
     prompts: Annotated[Path, typer.Option(help="JSON lines of prompts or chats; answers at a chat's end are replaced")],
     server: Annotated[str, typer.Option(help="URL of a server that serves the target")],

@@ -23,9 +23,11 @@ from dflash.cli_options import (
     TrainingDataOption,
     thinking_asked,
 )
+from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import NotValidError
 
 
+@leaves(NOTHING_CHANGED)
 def doctor(
     target: TargetOption,
     checkpoint: CheckpointOption,

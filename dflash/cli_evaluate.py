@@ -24,6 +24,7 @@ from dflash.cli_options import (
     TrainingDataOption,
     thinking_asked,
 )
+from dflash.command_line import leaves
 from dflash.errors import NotValidError, UsageError
 from dflash.failure import told
 
@@ -39,6 +40,7 @@ class Sampler(StrEnum):
     target_match = "target-match"
 
 
+@leaves("no report was written; hidden states in --cache are kept, and the same command goes on from there")
 def evaluate(
     target: TargetOption,
     checkpoint: CheckpointOption,

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, Dtype, JsonOption, ReferenceOption, text
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ class ExportFormat(StrEnum):
     transformers = "transformers"
 
 
+@leaves("nothing half has its final name; the same command begins anew")
 def export(
     checkpoint: CheckpointArgument,
     format: Annotated[ExportFormat, typer.Option(help="the layout to write")],

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from dflash.cli_options import JsonOption, text
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 from dflash.training.run_config import RunConfig
 
@@ -35,6 +36,7 @@ class FeaturesDone(BaseModel):
     already: int
 
 
+@leaves("what was written is kept; the same command goes on with the rest")
 def features(
     config: Annotated[Path, typer.Option(help="the training run's YAML; features.directory is where they go")],
     directory: Annotated[Path | None, typer.Option(help="write there instead")] = None,

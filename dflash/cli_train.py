@@ -6,8 +6,10 @@ from typing import Annotated
 import typer
 
 from dflash.cli_options import JsonOption
+from dflash.command_line import leaves
 
 
+@leaves("checkpoints that were saved are whole; the same command goes on from the newest")
 def train(
     config: Annotated[Path, typer.Option(help="the run, as YAML", dir_okay=False)],
     as_json: JsonOption = False,

@@ -1,11 +1,36 @@
-"""What every command of both programs has: ``--quiet``, and a way to ask whether it was given."""
+"""What every command of both programs has: ``--quiet``, a way to ask whether it was given, and an end by Ctrl-C."""
 
+import functools
 from collections.abc import Callable, Iterator
-from typing import Annotated, Any
+from typing import Annotated, Any, ParamSpec, TypeVar
 
 import typer
 
+from dflash.errors import Interrupted
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+NOTHING_CHANGED = "nothing was changed"
+
 _quiet = False
+
+
+def leaves(remains: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Of a command: when it is interrupted by Ctrl-C, its last line says what ``remains`` and how to go on."""
+
+    def having(command: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(command)
+        def interruptible(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return command(*args, **kwargs)
+            except KeyboardInterrupt:
+                raise Interrupted(remains) from None
+
+        vars(interruptible)["leaves"] = remains
+        return interruptible
+
+    return having
 
 
 def is_quiet() -> bool:

@@ -8,6 +8,10 @@ from typing import Any, ClassVar
 INTERRUPTED = 130
 
 
+class Interrupted(Exception):
+    """Somebody pressed Ctrl-C; the message says what remains of what was begun, and how to go on."""
+
+
 class DFlashError(Exception):
     """A failure the user can act on; the message says what was found, what was expected and what to do."""
 
@@ -51,6 +55,9 @@ def run_cli(app: Callable[[], Any]) -> None:
     except OSError as error:
         print(f"error: {one_line(str(error))}", file=sys.stderr)
         sys.exit(DFlashError.exit_code)
+    except Interrupted as left:
+        print(f"interrupted: {one_line(str(left))}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)

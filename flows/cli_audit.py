@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import DFlashError, UsageError
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
 from tasks import inventory
@@ -82,6 +83,7 @@ def verify(hosts: HostsFile = None, as_json: AsJson = False) -> None:
 
 
 @app.command()
+@leaves(NOTHING_CHANGED)
 def reconcile(
     name: Annotated[str, typer.Argument(metavar="HOST", help="A protected host with a gate of its own.")],
     plan: PlanOnly = False,

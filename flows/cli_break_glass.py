@@ -9,6 +9,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import DFlashError, UsageError
 from flows.decide import CaKey, UseAgent, ask_reason
 from flows.terminal import AsJson, HostsFile, PlanOnly, console, show_plan, typed
@@ -23,6 +24,7 @@ class CommandFailedError(DFlashError):
     """The command ran on the host and did not end well."""
 
 
+@leaves("dflash-ops audit show tells whether it was done")
 def break_glass(
     name: Annotated[str, typer.Argument(metavar="HOST", help="A protected host.")],
     argv: Annotated[list[str], typer.Argument(metavar="-- ARGV…", help="The program's whole path, its arguments.")],

@@ -8,6 +8,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
+from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import DFlashError
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, open_store, show_plan, typed
 from tasks.actions import escape
@@ -31,6 +32,7 @@ def setup(name: HostName, hosts: HostsFile = None) -> None:
     typer.echo(setup_text(known, known.host(name)))
 
 
+@leaves(NOTHING_CHANGED)
 def doctor(
     name: HostName,
     full: Annotated[bool, typer.Option("--full", help="Also what needs a session; asks for an approval.")] = False,

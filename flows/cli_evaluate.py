@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import DFlashError, NotValidError, UsageError
 from dflash.prompts import default_prompts, read_prompts, require_thinking
 from flows.prefect_home import configure_prefect, serving
@@ -33,6 +34,7 @@ class NotServingError(DFlashError):
     state_name = "PrefectUnreachable"
 
 
+@leaves("an evaluation that has begun on the host goes on there; the same command finds it and fetches its report")
 def evaluate(
     checkpoints: Annotated[list[str], typer.Argument(metavar="HOST:PATH…", help="Checkpoints, asked for in one plan.")],
     on: Annotated[str | None, typer.Option(help="Inference host; needed when there are several.")] = None,

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 from flows import cli_break_glass, cli_doctor, cli_plan, cli_revoke, cli_standing
 from flows.decide import CaKey, Reason, RequestId, UseAgent, ask_reason, decide, go_on
@@ -53,6 +54,7 @@ def requests(
 
 
 @app.command()
+@leaves("dflash-ops guard requests tells whether it is decided")
 def approve(
     request_id: RequestId,
     reason: Reason = None,
@@ -76,6 +78,7 @@ def approve(
 
 
 @app.command()
+@leaves("dflash-ops guard requests tells whether it is decided")
 def countersign(
     request_id: RequestId,
     name: Annotated[str, typer.Option(help="The second person, as guard.second_persons of hosts.yaml names them.")],

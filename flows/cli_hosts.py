@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import UsageError
 from dflash.report import Check
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
@@ -41,6 +42,7 @@ def list_hosts(hosts: HostsFile = None, as_json: AsJson = False) -> None:
 
 
 @hosts_app.command()
+@leaves(NOTHING_CHANGED)
 def check(
     host: Annotated[str | None, typer.Argument(metavar="[HOST]", help="Else every host of hosts.yaml.")] = None,
     kernel: Annotated[bool, typer.Option("--kernel", help="Also try that fla's kernels load; half a minute.")] = False,

@@ -9,7 +9,8 @@ from typing import Annotated, get_args
 import typer
 from rich.text import Text
 
-from dflash.errors import DFlashError, UsageError
+from dflash.command_line import NOTHING_CHANGED, leaves
+from dflash.errors import DFlashError, Interrupted, UsageError
 from flows.prefect_home import configure_prefect
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
 from tasks import jobs as watched
@@ -28,6 +29,7 @@ HostName = Annotated[str, typer.Argument(metavar="HOST", help="A host of hosts.y
 JobName = Annotated[str, typer.Argument(metavar="JOB", help="Its id, as 'jobs list' shows it.")]
 
 
+@leaves("a job that has started goes on; the same command finds it and starts nothing twice")
 def launch(
     config: Annotated[Path, typer.Option(help="run.yaml: what is to run, see docs/launching.md.")],
     on: Annotated[str | None, typer.Option(help="The host, where the file names none.")] = None,
@@ -70,6 +72,7 @@ def jobs() -> None:
 
 
 @jobs_app.command("list")
+@leaves(NOTHING_CHANGED)
 def list_jobs(
     host: Annotated[str | None, typer.Argument(metavar="[HOST]", help="Else every host that has jobs.")] = None,
     plan: PlanOnly = False,
@@ -109,6 +112,7 @@ def list_jobs(
 
 
 @jobs_app.command()
+@leaves(NOTHING_CHANGED)
 def status(
     host: HostName, job: JobName, plan: PlanOnly = False, hosts: HostsFile = None, as_json: AsJson = False
 ) -> None:
@@ -161,8 +165,7 @@ def logs(
     try:
         ended = watched.follow(connector, one, reading, job, on_bytes, offset=offset)
     except KeyboardInterrupt:
-        print(f"the job goes on; to go on looking: --offset {written}", file=sys.stderr)
-        raise
+        raise Interrupted(f"the job goes on; to go on looking: --offset {written}") from None
     show.close()
     print(f"{job} on {one.name}: {_sentence(ended)}", file=sys.stderr)
     if ended.state in ("unreachable", "unknown job"):
@@ -170,6 +173,7 @@ def logs(
 
 
 @jobs_app.command()
+@leaves("the signal was sent or not; dflash-ops jobs status tells")
 def stop(
     host: HostName,
     job: JobName,

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from dflash.command_line import NOTHING_CHANGED, leaves
 from flows.terminal import AsJson, console, listing
 from tasks import process
 from tasks.lab import HostStatus, Lab
@@ -16,6 +17,7 @@ app = typer.Typer(help="A local lab: two hosts with a real sshd on two networks.
 
 
 @app.command()
+@leaves("dflash-ops lab down removes what is there of the lab")
 def up() -> None:
     """Bring the lab up; when it is up already, nothing changes."""
     lab = Lab.up(state_dir())
@@ -28,6 +30,7 @@ def up() -> None:
 
 
 @app.command()
+@leaves("the same command removes the rest")
 def down() -> None:
     """End the lab and remove its hosts with all their files."""
     state = state_dir()
@@ -35,6 +38,7 @@ def down() -> None:
 
 
 @app.command()
+@leaves(NOTHING_CHANGED)
 def status(as_json: AsJson = False) -> None:
     """Show the hosts; exit code 1 when one of them does not answer."""
     lab = Lab.running(state_dir())

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.text import Text
 
+from dflash.command_line import leaves
 from dflash.errors import NotValidError, UsageError
 from dflash.prompts import read_prompts, require_thinking
 from flows.prefect_home import configure_prefect
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from tasks.night_record import Night
 
 
+@leaves("the night is not recorded, evaluations that have begun go on on their host; the same command ends it")
 def compare_nightly(
     on: Annotated[str | None, typer.Option(help="Inference host; else the first of hosts.yaml.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="JSON lines; the shipped nightly prompts by default.")] = None,

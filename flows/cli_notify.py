@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 from flows.notify import notify, save_block
 from flows.terminal import AsJson, HostsFile
@@ -33,6 +34,7 @@ def add(
 
 
 @app.command("test")
+@leaves("some may have been told")
 def send_test(hosts: HostsFile = None, as_json: AsJson = False) -> None:
     """Send a test message to everybody whom hosts.yaml names."""
     known = inventory.load(hosts)

@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from dflash.command_line import leaves
 from dflash.errors import DFlashError, UsageError
 from dflash.prompts import read_prompts, require_thinking
 from dflash.report import Report
@@ -26,6 +27,7 @@ from tasks.state import state_dir
 from tasks.watch import source_of
 
 
+@leaves("the link there names the old drafter or the new one, each whole; the same command ends what was cut short")
 def promote(
     step: Annotated[
         int | None, typer.Argument(metavar="STEP", help="The checkpoint's step; none with --rollback.")

@@ -6,6 +6,7 @@ from typing import Annotated, get_args
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 from flows.prefect_home import configure_prefect
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan
@@ -17,6 +18,7 @@ from tasks.provisioning import Environment
 from tasks.ssh import Connector
 
 
+@leaves("the environment that was current there stays so; the same command goes on")
 def provision(
     host: Annotated[str, typer.Argument(metavar="HOST", help="A host of hosts.yaml.")],
     profile: Annotated[

@@ -8,6 +8,7 @@ from typing import Annotated, Any, get_args
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import UsageError
 from flows.prefect_home import configure_prefect, server
 from flows.relay_plan import Way, show_relay_plan
@@ -24,6 +25,7 @@ from tasks.ssh import Connector
 STORED = "an object for every 64 MiB"
 
 
+@leaves("nothing half has its final name; the same command goes on with what is missing")
 def relay(
     source: Annotated[
         str, typer.Argument(metavar="SRC", help="HOST:/path, a path here or s3://B/KEY: a file or checkpoint.")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import typer
 
+from dflash.command_line import leaves
 from flows.decide import CaKey, Reason, RequestId, UseAgent, ask_reason, decide
 from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, show_plan
 from tasks import changes
@@ -16,6 +17,7 @@ from tasks.requests import Request, revocation
 from tasks.ssh import Connector
 
 
+@leaves("dflash-ops guard standing tells what is still in force; the same command ends it")
 def revoke(
     request_id: RequestId,
     reason: Reason = None,

@@ -2,6 +2,7 @@
 
 import json
 import time
+from contextlib import suppress
 from typing import Annotated
 
 import typer
@@ -32,7 +33,10 @@ def status(
     if as_json:
         typer.echo(json.dumps(gathered.gather(known).as_json()))
     elif watch:
-        with Live(screen(gathered.gather(known)), console=console(), auto_refresh=False) as live:
+        with (
+            suppress(KeyboardInterrupt),  # that is how it ends
+            Live(screen(gathered.gather(known)), console=console(), auto_refresh=False) as live,
+        ):
             while True:
                 time.sleep(EVERY_SECONDS)
                 live.update(screen(gathered.gather(known)), refresh=True)

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import DFlashError
 from flows.cli_evaluate import run_evaluations, show_evaluations
 from flows.decide import decide
@@ -34,6 +35,7 @@ class NoCheckoutError(DFlashError):
     """The demo's models and prompts come with the source checkout, not with an installed package."""
 
 
+@leaves("a drafter that was trained is kept; the same command does the rest anew")
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the lab up at the end.")] = False,
 ) -> None:

@@ -16,6 +16,7 @@ from typing import Annotated
 
 import typer
 
+from dflash.command_line import leaves
 from dflash.errors import DFlashError, UsageError
 from dflash.prompts import read_prompts, require_thinking
 from flows import prefect_database, pruning, workers
@@ -43,6 +44,7 @@ class AlreadyServingError(DFlashError):
     state_name = "AlreadyServing"
 
 
+@leaves("what runs on hosts goes on there, and the next dflash-ops serve takes it up")
 def serve(
     watched: Annotated[
         list[str] | None, typer.Option("--watch", metavar="HOST:/FOLDER", help="Else all that hosts.yaml names.")

@@ -1,14 +1,15 @@
 """What holds for every command of both programs."""
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 
 import pytest
 import typer
 
 from dflash import command_line
 from dflash.cli import app as dflash
-from dflash.command_line import with_common_options
+from dflash.command_line import leaves, with_common_options
+from dflash.errors import run_cli
 from dflash.progress import Phases
 from flows.cli import app as dflash_ops
 from flows.terminal import shown_progress
@@ -21,6 +22,23 @@ PRINT_NO_RESULT = {
     "dflash-ops jobs logs",  # prints what the job wrote
     "dflash report html",  # writes a page
 }
+
+OVER_AT_ONCE = {
+    *("dflash-ops hosts list", "dflash-ops notify add", "dflash-ops lab exec"),
+    *(
+        f"dflash-ops guard {verb}"
+        for verb in ("requests", "deny", "plan", "setup", "standing request", "standing drop")
+    ),
+    *(
+        "dflash-ops audit show",
+        "dflash-ops audit verify",
+        "dflash inspect",
+        "dflash report html",
+        "dflash report trend",
+    ),
+}
+ENDED_BY_CTRL_C = {"dflash-ops status", "dflash-ops jobs logs"}
+"""Commands that show what goes on anyway; the second says where to go on looking, and has a test of its own."""
 
 
 def commands(command: Any, name: str) -> Iterator[Any]:
@@ -47,6 +65,29 @@ def test_every_command_explains_itself_can_be_quiet_and_prints_its_result_as_jso
     assert not [
         parameter.name for parameter in command.params if parameter.opts[0].startswith("-") and not parameter.help
     ]
+
+
+@pytest.mark.parametrize(("name", "command"), EVERY)
+def test_ctrl_c_says_what_remains_of_whatever_takes_longer_than_a_moment(name: str, command: Any) -> None:
+    said = getattr(command.callback, "leaves", None)
+    assert (said is None) == (name in OVER_AT_ONCE | ENDED_BY_CTRL_C)
+
+
+def test_ctrl_c_ends_with_one_line_and_130(capsys: pytest.CaptureFixture[str]) -> None:
+    app = typer.Typer()
+
+    @app.command()
+    @leaves("half of it is there")
+    def command(count: Annotated[int, typer.Option()] = 1) -> None:
+        raise KeyboardInterrupt
+
+    def call() -> None:
+        with_common_options(app)(["--count", "2"], prog_name="command")
+
+    with pytest.raises(SystemExit) as ended:
+        run_cli(call)
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "interrupted: half of it is there\n"
 
 
 def test_shells_complete_both_programs() -> None:
