@@ -35,7 +35,7 @@ class NoCheckoutError(DFlashError):
     """The demo's models and prompts come with the source checkout, not with an installed package."""
 
 
-@leaves("a drafter that was trained is kept; the same command does the rest anew")
+@leaves("the same command begins anew")
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the lab up at the end.")] = False,
 ) -> None:
