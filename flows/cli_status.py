@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flows import status as gathered
-from flows.status import GrantRow, HostRow, Number, Queue, RunRow, Status
+from flows.status import GrantRow, HostRow, Number, Queue, RunRow, Status, Unfinished
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
 from tasks.actions import escape, said
@@ -20,7 +20,7 @@ from tasks.ledger import Watch
 from tasks.quantities import show_duration
 
 EVERY_SECONDS = 2.0
-PLACE_WIDTH, MOST_FAILED = 40, 3
+PLACE_WIDTH, MOST_FAILED, MOST_UNFINISHED = 40, 3, 3
 
 
 def status(
@@ -55,6 +55,8 @@ def screen(found: Status) -> RenderableType:
     ]
     if found.numbers:
         parts.append(_numbers(found.numbers, now))
+    if found.unfinished:
+        parts.append(_titled("not whole", _unfinished(found.unfinished, now)))
     parts.append(_titled("grants", _grants(found.grants, now) if found.grants else Text("no standing approval")))
     return Group(*parts)
 
@@ -109,9 +111,26 @@ def _numbers(numbers: list[Number], now: float) -> Table:
         step = "–" if number.step is None else str(number.step)
         tau = number.state if number.tau is None else f"{number.tau:.3f}"
         ends = "–" if number.ci95 is None else f"{number.ci95[0]:.2f} … {number.ci95[1]:.2f}"
-        why = "" if number.state == "evaluated" else f"\n{number.state}: {said(number.message)}"
+        why = "" if number.state == "evaluated" else f"\n{number.state}: {said(number.message)}{_again(number, now)}"
         cells = (step, tau, ends, number.on or "–", _ago(number.updated, now), _end(number.place, 32) + why)
         table.add_row(*map(Text, cells))
+    return table
+
+
+def _again(number: Number, now: float) -> str:
+    if number.state != "failed":
+        return ""
+    if number.again is None:
+        return "; it is not tried again by itself"
+    return f"; it is tried again {_in(number.again, now)}"
+
+
+def _unfinished(found: list[Unfinished], now: float) -> Table:
+    table = _plain()
+    for one in found[:MOST_UNFINISHED]:
+        table.add_row(Text(_end(one.place)), Text(f"looked {_ago(one.since, now)} ago"), Text(said(one.reason)))
+    if len(found) > MOST_UNFINISHED:
+        table.add_row(Text(f"and {len(found) - MOST_UNFINISHED} more"))
     return table
 
 
@@ -147,4 +166,8 @@ def _ago(since: float | None, now: float) -> str:
 
 
 def _until(run: RunRow, now: float) -> str:
-    return "" if run.since is None else f"in {show_duration(max(0.0, run.since - now))}"
+    return "" if run.since is None else _in(run.since, now)
+
+
+def _in(when: float, now: float) -> str:
+    return f"in {show_duration(max(0.0, when - now))}"

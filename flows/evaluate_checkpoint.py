@@ -18,6 +18,7 @@ from prefect.context import FlowRunContext
 from prefect.runtime import flow_run as this_run
 
 from dflash.errors import UsageError
+from dflash.records import NotACheckpointError
 from dflash.report import Report, read_report
 from flows import events, pages, workers
 from flows.awaiting import awaiting_approval, require
@@ -25,6 +26,7 @@ from flows.named_states import named_states
 from flows.prefect_home import forget_agent
 from flows.terminal import shown_progress
 from tasks import evaluating, evaluation
+from tasks.actions import escape
 from tasks.approvals import Approved
 from tasks.channel import GateError, RequestFailed
 from tasks.ends import is_missing
@@ -165,8 +167,10 @@ class _Run:
             with self._timed("relay"):
                 return relay_step(self.connector, approved, asked.source, asked.host)
         except RequestFailed as error:
-            if asked.identity is None or not is_missing(error):
+            if not is_missing(error):
                 raise
+            if asked.identity is None:
+                raise NotACheckpointError(f"{escape(str(asked.source))} is not there: is the path right?") from error
             self.ledger.miss(asked.identity)
             raise CheckpointGoneError(
                 f"{asked.source} is not there any more: it was deleted before it was read, so it gets no number; keep "

@@ -19,6 +19,7 @@ from tasks.audit import Audit
 from tasks.credentials import Approval
 from tasks.inventory import Inventory
 from tasks.ledger import Attempt, Ledger, Watch
+from tasks.looking import Memory
 
 DAY = 86_400
 WARN_SECONDS = 2 * DAY
@@ -82,6 +83,18 @@ class Number:
     report: str | None
     message: str
     updated: float
+    again: float | None = None
+    """When a failed one is tried again by itself; None: never."""
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """What lies in a watched folder and is no checkpoint yet, or a broken one."""
+
+    place: str
+    since: float
+    """When it was looked into last."""
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -108,6 +121,7 @@ class Status:
     where a watch asks the suite of them."""
     numbers: list[Number]
     grants: list[GrantRow]
+    unfinished: list[Unfinished] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """Plain JSON, for other programs."""
@@ -119,7 +133,8 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
     now = clock()
     ledger = Ledger.open(state)
     watches = as_served(ledger.watches())
-    watched = {ledger.memory(one.source).get("suite") for one in watches}
+    memories = {one.source: ledger.memory(one.source) for one in watches}
+    watched = {memory.get("suite") for memory in memories.values()}
     attempts = ledger.attempts(limit=20 * NUMBERS)
     ended = [attempt for attempt in attempts if not attempt.is_open]
     suites = dict.fromkeys(attempt.suite for attempt in attempts)
@@ -129,9 +144,24 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
         watches=watches,
         queue=queue(server(), now),
         checkpoints={suite: dict(ledger.counts(suite, begun=suite not in watched).items()) for suite in suites},
-        numbers=[_number(ledger, attempt) for attempt in ended if attempt.state != "superseded"][:NUMBERS],
+        numbers=[
+            replace(_number(ledger, one), again=ledger.again(one) if one.suite in watched else None)
+            for one in [attempt for attempt in ended if attempt.state != "superseded"][:NUMBERS]
+        ],
         grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
+        unfinished=[one for source, memory in memories.items() for one in unfinished(source, memory.get("look", {}))],
     )
+
+
+def unfinished(source: str, remembered: dict[str, Any]) -> list[Unfinished]:
+    """What the last looks into ``source`` found that does not count, the newest finding first."""
+    entries = Memory.load(remembered).entries.items()
+    found = [
+        Unfinished(f"{source.rstrip('/')}/{name}", known.since, known.reason)
+        for name, known in entries
+        if known.kind == "unfinished"
+    ]
+    return sorted(found, key=lambda one: -one.since)
 
 
 def as_served(watches: list[Watch]) -> list[Watch]:

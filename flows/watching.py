@@ -24,6 +24,7 @@ from flows.prefect_home import configure_prefect, forget_agent
 from tasks import looking, watch_grants
 from tasks.actions import said
 from tasks.approvals import Approval
+from tasks.evaluating import end_job
 from tasks.evaluation import Suite
 from tasks.inventory import Inventory, Location
 from tasks.ledger import Ledger, LedgerError, Seen, Watch
@@ -175,6 +176,7 @@ class Looks:
             tell=around.tell,
             warning=around.warning,
             news=around.news,
+            cancelled=around.cancelled,
         )
         rules = watching.rules or Rules(at_once=1 + _inference_hosts(connector.inventory))
         return Watcher(ledger, source, watching.suite.digest(), rules, surroundings)
@@ -231,6 +233,12 @@ class _Around:
             step=seen.step,
             attempt=1,
         )
+
+    def cancelled(self, order: Order) -> None:
+        """What was cancelled here must not go on there. A host that does not answer now keeps its job."""
+        on, job = order.attempt.on, order.attempt.job
+        if on is not None and job is not None and on in self.connector.inventory.hosts:
+            end_job(self.connector, self.connector.inventory.host(on), job)
 
 
 class PrefectRuns:

@@ -190,16 +190,21 @@ def end_leftover(case: Case, host: Host) -> bool:
     attempt = case.ledger.advance(case.attempt)
     if case.job is None or (attempt.is_open and attempt.on == host.name):
         return False
+    return end_job(case.connector, host, case.job)
+
+
+def end_job(connector: Connector, host: Host, job: str) -> bool:
+    """Ask ``job`` on the inference host ``host`` to end; False when it does not run, or nobody could be asked."""
     try:
-        if jobs.status(case.connector, host, None, case.job).state != "running":
+        if jobs.status(connector, host, None, job).state != "running":
             return False
         action = Signal(
-            host=host.name, host_keys=host.fingerprints, jobs=jobs.jobs_folder(host), job=case.job, signal="TERM"
+            host=host.name, host_keys=host.fingerprints, jobs=jobs.jobs_folder(host), job=job, signal="TERM"
         )
-        changes.signal(case.connector, host, None, action)
+        changes.signal(connector, host, None, action)
         return True
     except (RequestFailed, GateError, ConnectionFailed, UsageError):
-        return False  # it has just ended, or the host is away again
+        return False  # it has just ended, or the host is away
 
 
 def _fail(case: Case, error: EvaluationError) -> None:

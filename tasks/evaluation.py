@@ -29,6 +29,12 @@ class EvaluationError(DFlashError):
     state_name = "EvaluationFailed"
 
 
+class NotProvisionedError(EvaluationError):
+    """The inference host has no environment yet."""
+
+    state_name = "NotProvisioned"
+
+
 def inference_host(inventory: Inventory, name: str | None, environment: Mapping[str, str] = os.environ) -> Host:
     """Return the inference host called ``name``, else the one of this worker, else the only one.
 
@@ -154,8 +160,7 @@ def evaluation_argv(
     Raises :class:`EvaluationError` when the host's entry names no environment or no target.
     """
     gpu, cache = host.gpu, folder_of(host, "cache")
-    program = folder_of(host, "environments") / "current" / "bin" / "dflash"
-    argv = [str(program), "evaluate", "--target", str(folder_of(host, "target")), "--checkpoint", str(checkpoint)]
+    argv = [str(program(host)), "evaluate", "--target", str(folder_of(host, "target")), "--checkpoint", str(checkpoint)]
     argv += ["--prompts", str(prompts), "--output", str(place.output), "--failure", str(place.failure)]
     argv += ["--mode", "replay", "--max-new-tokens", str(suite.max_new_tokens)]
     if host.reference:
@@ -174,6 +179,18 @@ def evaluation_argv(
     if gpu.offload:
         argv.append("--offload-if-needed" if gpu.offload == "auto" else "--offload")
     return argv
+
+
+def program(host: Host) -> PurePosixPath:
+    """The ``dflash`` of the host's current environment. Raises :class:`EvaluationError` where it has no place."""
+    return folder_of(host, "environments") / "current" / "bin" / "dflash"
+
+
+def not_provisioned(host: Host) -> NotProvisionedError:
+    """The error of a host without :func:`program`."""
+    return NotProvisionedError(
+        f"{host.name} has no environment to run in ({program(host)} is not there): dflash-ops provision {host.name}"
+    )
 
 
 def folder_of(host: Host, field: str) -> PurePosixPath:

@@ -28,7 +28,17 @@ from dflash.rounds_file import RoundsError, read_rounds
 from tasks import changes, jobs
 from tasks.actions import said
 from tasks.channel import GateError, RequestFailed
-from tasks.evaluation import EvaluationError, Suite, Workspace, evaluation_launch, folder_of, prompts_place, workspace
+from tasks.evaluation import (
+    EvaluationError,
+    Suite,
+    Workspace,
+    evaluation_launch,
+    folder_of,
+    not_provisioned,
+    program,
+    prompts_place,
+    workspace,
+)
 from tasks.inventory import Host
 from tasks.jobs import JobStatus
 from tasks.relay import RelayResult
@@ -174,7 +184,10 @@ def find_or_start(connector: Connector, host: Host, checkpoint: PurePosixPath, s
 
 
 def make_ready(connector: Connector, host: Host, suite: Suite) -> None:
-    """Make the host's folders and put the prompts there, under the name of their content, whole or not at all."""
+    """Make the host's folders and put the prompts there, under the name of their content, whole or not at all.
+
+    Raises :class:`~tasks.evaluation.NotProvisionedError` where nothing is there to evaluate with.
+    """
     prompts = prompts_place(host, read_prompts(suite.prompts).sha256)
     folders = [folder_of(host, "jobs"), folder_of(host, "cache") / "gpu-locks", prompts.parent]
     partial = f"{prompts}.{time.time_ns()}.part"
@@ -183,6 +196,8 @@ def make_ready(connector: Connector, host: Host, suite: Suite) -> None:
             made = connection.run(shlex.join(["mkdir", "-p", *map(str, folders)]), hide=True, warn=True)
             if not made.ok:
                 raise _refused_by_disk(host, made.stderr.strip())
+            if not connection.run(shlex.join(["test", "-x", str(program(host))]), hide=True, warn=True).ok:
+                raise not_provisioned(host)
             connection.put(str(suite.prompts), partial)
             connection.sftp().posix_rename(partial, str(prompts))
     except NETWORK_ERRORS as error:

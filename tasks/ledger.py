@@ -126,6 +126,16 @@ class Ledger:
                     due.append(checkpoint)
         return due
 
+    def again(self, attempt: Attempt) -> float | None:
+        """When a failed attempt is followed by the next one, where a watch asks its suite; None: not by itself."""
+        if attempt.state != "failed" or attempt.number >= MOST_ATTEMPTS:
+            return None
+        later = any(other.number > attempt.number for other in self.attempts(attempt.identity, attempt.suite))
+        checkpoint = self.checkpoint(attempt.identity)
+        if later or checkpoint is None or checkpoint.gone is not None:
+            return None
+        return attempt.updated + RETRY_SECONDS * (1 << 2 * (attempt.number - 1))
+
     def queue(self, suite: str) -> list[Seen]:
         """What waits in ``suite`` for its turn, the newest first; as :meth:`due`, changing nothing."""
         rules = {"suite": suite, "most": MOST_ATTEMPTS, "retry": RETRY_SECONDS, "now": self._clock()}

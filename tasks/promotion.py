@@ -20,6 +20,7 @@ from dflash.errors import DFlashError, UsageError
 from dflash.report import Report
 from tasks import changes
 from tasks.actions import Run, escape, said
+from tasks.evaluation import not_provisioned, program
 from tasks.inventory import Host
 from tasks.ledger import Seen
 from tasks.ssh import Connector
@@ -108,7 +109,7 @@ def rollback(connector: Connector, place: Place, before: Links) -> Links:
 def export_argv(place: Place, report: Report, directory: PurePosixPath) -> tuple[str, ...]:
     """The command that writes the drafter of ``report`` to ``directory``."""
     return (
-        *_dflash(place.host),
+        str(program(place.host)),
         "export",
         report.checkpoint.path,
         "--format",
@@ -130,6 +131,7 @@ def export(
     earlier export wrote (``known``). Raises :class:`PromotionError`; the link is as it was then.
     """
     host = place.host
+    _require_provisioned(connector, host)
     if _is_there(connector, host, directory):
         weights = _require_known(connector, host, directory, known)
     else:
@@ -195,7 +197,9 @@ def _require_known(connector: Connector, host: Host, directory: PurePosixPath, k
 
 def _inspected(connector: Connector, host: Host, directory: PurePosixPath) -> dict[str, Any]:
     """What ``dflash inspect`` says of a drafter without a fault; raises :class:`PromotionError` for any other."""
-    status, out, last = _run(connector, host, (*_dflash(host), "inspect", str(directory), "--json"), EXPORT_SECONDS)
+    _require_provisioned(connector, host)
+    argv = (str(program(host)), "inspect", str(directory), "--json")
+    status, out, last = _run(connector, host, argv, EXPORT_SECONDS)
     inspected = {} if status else _json(out)
     problems = inspected.get("problems")
     if status or problems != [] or not isinstance(inspected.get("config"), dict) or not inspected.get("tensors"):
@@ -223,10 +227,11 @@ def _is_there(connector: Connector, host: Host, directory: PurePosixPath) -> boo
     return status == 0
 
 
-def _dflash(host: Host) -> tuple[str, ...]:
-    if host.environments is None:
-        raise UsageError(f"hosts.{host.name}.environments is missing in hosts.yaml: its dflash writes the export")
-    return (str(PurePosixPath(host.environments) / "current" / "bin" / "dflash"),)
+def _require_provisioned(connector: Connector, host: Host) -> None:
+    """Raises :class:`~tasks.evaluation.NotProvisionedError`."""
+    status, _, _ = _run(connector, host, ("/usr/bin/env", "test", "-x", str(program(host))), SECONDS)
+    if status:
+        raise not_provisioned(host)
 
 
 def _run(connector: Connector, host: Host, argv: Sequence[str], seconds: int) -> tuple[int, bytes, str]:

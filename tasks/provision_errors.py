@@ -20,7 +20,7 @@ class GpuMissingError(DFlashError):
 class HostDiskFullError(DFlashError):
     """The host has no room for what was to be put there."""
 
-    state_name = "HostDiskFull"
+    state_name = "DiskFull"
 
 
 class ProvisionError(DFlashError):

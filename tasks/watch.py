@@ -118,6 +118,8 @@ class Handed:
     begun: tuple[Order, ...] = ()
     restarted: tuple[Order, ...] = ()
     failed: tuple[Order, ...] = ()
+    cancelled: tuple[Order, ...] = ()
+    """Whose run somebody cancelled; a job of theirs may go on."""
 
 
 def evaluation_key(identity: str, suite: str, attempt: int) -> str:
@@ -167,12 +169,15 @@ def hand_on(
     Without ``begin`` nothing new is started: what would be read cannot be. Raises what ``runs`` raises; the ledger
     then knows what was begun, and the next call goes on with it.
     """
-    restarted, failed, under_way = [], [], 0
+    restarted, failed, cancelled, under_way = [], [], [], 0
     for attempt in ledger.open_attempts(suite):
         order = Order(attempt, _checkpoint(ledger, attempt))
         what = "left" if not _is_below(source, order.checkpoint) else _tend(ledger, order, runs, now)
         if what == "failed":
             failed.append(order)
+            continue
+        if what == "cancelled":
+            cancelled.append(order)
             continue
         if what == "restarted":
             restarted.append(order)
@@ -185,7 +190,7 @@ def hand_on(
     begun = []
     for checkpoint in due[: max(0, rules.at_once - under_way)]:
         begun.append(_start(ledger, Order(ledger.begin(checkpoint.identity, suite), checkpoint), runs))
-    return Handed(tuple(begun), tuple(restarted), tuple(failed))
+    return Handed(tuple(begun), tuple(restarted), tuple(failed), tuple(cancelled))
 
 
 def leave(ledger: Ledger, source: Location, suite: str) -> None:
@@ -225,7 +230,7 @@ def pause(restarts: int) -> float:
     return float(min(PAUSE_SECONDS * 2 ** min(restarts, 16), LONGEST_PAUSE))
 
 
-def _tend(ledger: Ledger, order: Order, runs: Runs, now: float) -> Literal["left", "restarted", "failed"]:
+def _tend(ledger: Ledger, order: Order, runs: Runs, now: float) -> Literal["left", "restarted", "failed", "cancelled"]:
     attempt = order.attempt
     run = None if attempt.flow_run is None else runs.find(attempt.flow_run)
     match verdict(attempt, run, now, held=ledger.is_held(attempt)):
@@ -252,7 +257,7 @@ def _tend(ledger: Ledger, order: Order, runs: Runs, now: float) -> Literal["left
         case "cancelled":
             # somebody did not want it, so it is not tried again by itself
             ledger.finish(attempt, "superseded", message="its run was cancelled")
-            return "failed"
+            return "cancelled"
         case "give up":
             assert run is not None
             why = f"its run ended {attempt.restarts + 1} times without a result, at last as {run.state}: {run.message}"

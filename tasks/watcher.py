@@ -62,6 +62,8 @@ class Surroundings:
     """Hears of every new checkpoint, before its evaluation begins."""
     begun: Callable[[Order], None] = lambda order: None
     """Hears of every evaluation that was begun."""
+    cancelled: Callable[[Order], None] = lambda order: None
+    """Hears of every evaluation whose run somebody cancelled."""
     clock: Callable[[], float] = time.time
 
 
@@ -160,6 +162,8 @@ class Watcher:
             return error
         for order in self.handed.begun:
             self._around.begun(order)
+        for order in self.handed.cancelled:
+            self._around.cancelled(order)
         return None
 
     def _tell(self, watch: Watch, approval: Approval | None, now: float) -> None:

@@ -180,6 +180,13 @@ def test_a_rollback_whose_drafter_does_not_load_is_said_to_be_done(served: Serve
     assert served.link.resolve().name == "drafter-step_100-00000100"
 
 
+def test_a_host_without_an_environment_says_how_it_gets_one(served: Served) -> None:
+    served.measured(100, 1.0)
+    (served.operator.hosts_file.parent / "remote" / "environments" / "current" / "bin" / "dflash").unlink()
+    assert "dflash-ops provision ct129" in served.failed("100")
+    assert not served.link.is_symlink()
+
+
 def test_what_is_served_already_is_not_promoted_again(served: Served) -> None:
     served.measured(100, 1.0)
     served.done("100")
@@ -230,7 +237,7 @@ def test_what_does_not_load_is_not_served(served: Served, host: dict[str, Any], 
     assert [entry["step"] for entry in served.records()] == [100]
 
 
-@pytest.mark.parametrize("session", range(5))
+@pytest.mark.parametrize("session", range(7))
 def test_a_host_that_goes_away_at_any_step_serves_what_it_served_and_the_next_try_ends_it(
     served: Served, session: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -90,6 +90,9 @@ def test_a_checkpoint_that_was_deleted_after_it_was_seen_has_a_state_of_that_nam
     checkpoint = ledger.checkpoint("it was there")
     assert checkpoint is not None
     assert checkpoint.gone is not None
+    never = evaluated(operator, gone)
+    assert (never.type.value, never.name) == ("FAILED", "NotACheckpoint")
+    assert "is the path right?" in never.message
     assert there.starts() == {}
 
 

@@ -19,6 +19,7 @@ from flows.watching import PrefectUnreachableError
 from tasks import watcher
 from tasks.inventory import load
 from tasks.ledger import Attempt, Ledger, Seen, Watch
+from tasks.looking import Known, Memory
 from tests.prefect_api import REPOSITORY
 
 NOW = 1_800_000_000.0
@@ -206,6 +207,30 @@ def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
         "1000 evaluated",
     ):
         assert said in text
+
+
+def test_a_failed_attempt_says_when_it_is_tried_again_or_that_it_is_not(ledger: Ledger) -> None:
+    recorded(ledger, 100, "failed", message="the host ran out of memory")
+    assert [number.again for number in gathered().numbers] == [None]
+    assert "it is not tried again by itself" in " ".join(shown(gathered()).split())
+    ledger.record_watch(Watch("kpro6:/workspace", watcher.WATCHING, looked=NOW))
+    ledger.remember("kpro6:/workspace", {"suite": SUITE})
+    assert [number.again for number in gathered().numbers] == [NOW + 900]
+    assert "it is tried again in 14m" in " ".join(shown(gathered()).split())
+    ledger.begin(f"{100:064x}", SUITE)
+    assert [number.again for number in gathered().numbers] == [None]
+
+
+def test_what_lies_in_a_watched_folder_and_is_broken_is_shown_with_why(ledger: Ledger) -> None:
+    known = Known("1:2", "unfinished", NOW, reason="its directory is cut short")
+    memory = Memory({"step_300.pt": known, "step_400.pt": Known("1:3", "settling", NOW)})
+    ledger.record_watch(Watch("kpro6:/workspace", watcher.WATCHING, looked=NOW))
+    ledger.remember("kpro6:/workspace", {"suite": SUITE, "look": memory.dump()})
+    found = gathered()
+    assert [(one.place, one.reason) for one in found.unfinished] == [
+        ("kpro6:/workspace/step_300.pt", "its directory is cut short")
+    ]
+    assert "kpro6:/workspace/step_300.pt looked 1m ago its directory is cut short" in " ".join(shown(found).split())
 
 
 def test_what_a_host_calls_itself_cannot_steer_the_terminal(ledger: Ledger) -> None:

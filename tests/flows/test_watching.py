@@ -17,9 +17,11 @@ from flows import events
 from flows.notify import save_block
 from flows.watch_training import StandsStillError, watch_training
 from flows.watching import Looks, PrefectRuns, PrefectUnreachableError, Watching, saved_trigger, sources, watch
+from tasks import jobs
 from tasks.evaluation import Suite
 from tasks.inventory import Location
 from tasks.ledger import Ledger, Watch
+from tasks.ssh import ConnectionFailed
 from tasks.watch import Rules, evaluation_key, plan_watch
 from tests.flows.conftest import Operator, _send_what_waits
 from tests.prefect_api import Server, ask, copy_database, free_port, run_here, state
@@ -180,15 +182,13 @@ def test_a_run_that_ended_without_a_result_is_run_again_under_its_id_and_its_job
     (run,) = watched.runs
 
     def lost(*_: Any, **__: Any) -> Any:
-        from tasks.ssh import ConnectionFailed
-
         raise ConnectionFailed("ct129: the link went down")
 
     with monkeypatch.context() as patch:
         patch.setattr(evaluating, "fetch_report", lost)
         run_here(run["id"])
     assert state(watched.api, run["id"]) == ("FAILED", "HostUnreachable")
-    jobs = sorted((watched.folder.parent / "jobs").iterdir())
+    before = sorted((watched.folder.parent / "jobs").iterdir())
     watched.look()
     (attempt,) = watched.ledger.open_attempts()
     assert attempt.not_before is not None
@@ -198,8 +198,40 @@ def test_a_run_that_ended_without_a_result_is_run_again_under_its_id_and_its_job
     assert state(watched.api, run["id"]) == ("SCHEDULED", "AwaitingRetry")
     run_here(run["id"])
     assert [(one.state, one.number) for one in watched.ledger.attempts()] == [("evaluated", 1)]
-    assert sorted((watched.folder.parent / "jobs").iterdir()) == jobs
+    assert sorted((watched.folder.parent / "jobs").iterdir()) == before
     assert len(watched.runs) == 1
+
+
+@pytest.mark.slow
+def test_the_job_of_a_run_that_somebody_cancelled_is_ended_and_its_checkpoint_superseded(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from tasks import evaluating
+
+    def cut(*_: Any, **__: Any) -> None:
+        raise ConnectionFailed("ct129: the link went down")
+
+    watched.approve()
+    checkpoints.step(watched.folder, 1)
+    connector = watched.operator.connector
+    host = connector.inventory.host("ct129")
+    (evaluator,) = Path(str(host.environments)).glob("current/bin/dflash")
+    evaluator.write_text("#!/bin/sh\nexec sleep 600\n")
+    watched.look()
+    (run,) = watched.runs
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluating, "follow", cut)
+        run_here(run["id"])
+    (attempt,) = watched.ledger.open_attempts()
+    assert attempt.job is not None
+    assert jobs.status(connector, host, None, attempt.job).state == "running"
+    ask(watched.api, f"flow_runs/{run['id']}/set_state", {"state": {"type": "CANCELLED"}, "force": True})
+    watched.look()
+    assert [(one.state, one.message) for one in watched.ledger.attempts()] == [("superseded", "its run was cancelled")]
+    deadline = time.monotonic() + 60
+    while jobs.status(connector, host, None, attempt.job).state == "running":
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from dflash.prompts import default_prompts
 from dflash.report import RelayInfo
 from tasks import evaluating, evaluation_jobs, job_status, jobs, process
 from tasks.evaluating import Case
-from tasks.evaluation import EvaluationError, Suite, job_id, workspace
+from tasks.evaluation import EvaluationError, NotProvisionedError, Suite, job_id, workspace
 from tasks.evaluation_jobs import JobVanishedError, Prepared, find_or_start, follow
 from tasks.inventory import Host
 from tasks.ledger import MOST_ATTEMPTS, Ledger, Seen
@@ -305,6 +305,14 @@ def test_a_full_disk_there_is_named_and_says_what_to_do(bench: Bench) -> None:
     answer = evaluation_jobs._broken(bench.host, "/cache/p could not be written", OSError("No space left on device"))
     assert answer.state_name == "DiskFull"
     assert "free space there" in str(answer)
+
+
+def test_a_host_without_an_environment_says_how_it_gets_one(bench: Bench) -> None:
+    (bench.there.home / "environments" / "current" / "bin" / "dflash").unlink()
+    with bench.case() as case, pytest.raises(NotProvisionedError, match="dflash-ops provision infer"):
+        evaluating.measure(case, bench.host, bench.prepared, lambda line: None)
+    assert bench.states() == [(1, "failed")]
+    assert jobs.status(bench.connector, bench.host, None, bench.job()).state == "unknown job"
 
 
 @dataclass(frozen=True)
