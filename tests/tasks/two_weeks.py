@@ -27,17 +27,18 @@ from tasks.evaluation import job_id
 from tasks.evaluation_jobs import JobVanishedError
 from tasks.inventory import Location
 from tasks.jobs import JobStatus
-from tasks.ledger import MOST_ATTEMPTS, Attempt, Ledger, Seen, State
+from tasks.ledger import MOST_ATTEMPTS, Seen
 from tasks.looking import Look, Memory
 from tasks.night_time import NightTime
 from tasks.selection import select
 from tasks.sources import LocalSource
 from tasks.ssh import ConnectionFailed
-from tasks.watch import CheckpointGoneError, Order, Rules, Run
+from tasks.watch import CheckpointGoneError, Rules
 from tasks.watch_grants import GrantEndedError
 from tasks.watcher import Surroundings, Watcher
 from tests.tasks import checkpoints
-from tests.tasks.watched import FakeRuns, People
+from tests.tasks.crashing import Asked, CountingLedger, Crash, CrashingLedger, SimRuns
+from tests.tasks.watched import People
 
 SUITE = "5" * 64
 NIGHT = NightTime.of_cron("30 2 * * *", "Europe/Berlin")
@@ -50,57 +51,12 @@ RULES = Rules(at_once=3, most_waiting=6)
 INFER: Any = SimpleNamespace(name="infer")
 
 
-class Crash(BaseException):
-    """A process is gone, in the middle of whatever it did."""
-
-
 @dataclass
 class Job:
     """One evaluation on the inference host."""
 
     ends: float
     vanished: bool = False
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What a flow run is for."""
-
-    checkpoint: Seen
-    number: int
-
-
-class CountingLedger(Ledger):
-    """The ledger, with the results that it took."""
-
-    results: Counter[tuple[str, str, int]]
-
-    def finish(self, attempt: Attempt, state: State, **fields: Any) -> bool:
-        taken = super().finish(attempt, state, **fields)
-        self.results[attempt.identity, attempt.suite, attempt.number] += taken
-        return taken
-
-
-class CrashingLedger(CountingLedger):
-    """The ledger, as a process that can be killed before and after every change sees it."""
-
-    point: Callable[[], None] = staticmethod(lambda: None)
-
-
-def _crashing(name: str) -> None:
-    original = getattr(CountingLedger, name)
-
-    def around(self: CrashingLedger, *arguments: Any, **named: Any) -> Any:
-        self.point()
-        result = original(self, *arguments, **named)
-        self.point()
-        return result
-
-    setattr(CrashingLedger, name, around)
-
-
-for _name in ("see", "miss", "due", "begin", "postpone", "resume", "finish", "remember", "record_watch"):
-    _crashing(_name)
 
 
 class World:
@@ -122,7 +78,7 @@ class World:
         self.down_until: dict[str, float] = {}
         self.training, self.step = True, 0
         self.writing: list[tuple[float, Callable[[], None]]] = []
-        self.runs, self.people = SimRuns(self), People()
+        self.runs, self.people = SimRuns(lambda run: run in self.flows, self._point), People()
         self.flows: dict[str, Generator[None, None, None]] = {}
         self.jobs: dict[str, Job] = {}
         self.launches: Counter[str] = Counter()
@@ -508,59 +464,6 @@ class World:
         found = sorted(self.disk.glob("[!.]*"), key=lambda path: path.stat().st_mtime_ns)
         for old in found[:-KEPT]:
             _remove(old)
-
-
-class SimRuns(FakeRuns):
-    """Prefect: it may be away, lose its memory, or be told of a crash late or never."""
-
-    def __init__(self, world: World) -> None:
-        super().__init__()
-        self.world = world
-        self.asked: dict[str, Asked] = {}
-        self.queue: list[str] = []
-        self.started = 0
-
-    def find(self, run: str) -> Run | None:
-        found = super().find(run)
-        return None if found is None else replace(found, alive=run in self.world.flows)
-
-    def start(self, order: Order) -> str:
-        self._answer()
-        self.world._point()
-        if order.key not in self.keys:
-            self.keys[order.key] = self._new(Asked(order.checkpoint, order.attempt.number))
-        self.world._point()
-        return self.keys[order.key]
-
-    def again(self, run: str) -> None:
-        self.world._point()
-        super().again(run)
-        self.world._point()
-
-    def start_by_event(self, asked: Asked) -> None:
-        self._new(asked)
-
-    def waiting(self) -> list[str]:
-        ready = [run for run in self.queue if run in self.runs and run not in self.world.flows]
-        self.queue = [run for run in self.queue if run in self.world.flows]
-        return ready
-
-    def set(self, run: str, phase: str, state: str, message: str = "") -> None:
-        super().set(run, phase, state, message)
-        if phase == "waiting":
-            self.queue.append(run)
-
-    def lose(self) -> None:
-        super().lose()
-        self.asked.clear()
-
-    def _new(self, asked: Asked) -> str:
-        self.started += 1
-        run = f"run-{self.started}"
-        self.asked[run] = asked
-        self.runs[run] = Run(run, "waiting", "Scheduled")
-        self.queue.append(run)
-        return run
 
 
 def _remove(path: Path) -> None:
