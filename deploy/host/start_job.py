@@ -31,6 +31,7 @@ BEAT_SECONDS, LEAVING_SECONDS = 10.0, 10.0
 MOST_FILES, MOST_BYTES = 10_000, 1 << 30
 IN_SCOPE = "DFLASH_JOB_SCOPE"
 SUBREAPER = 36  # prctl: what leaves its parent comes to this process
+ASKED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 
 def main(arguments):
@@ -38,20 +39,25 @@ def main(arguments):
     keeper = os.getppid()
     scope = os.environ.pop(IN_SCOPE, None) or enter_scope(settings["job"], arguments)
     about = {**settings, "command": command, "scope": scope, "code": {path: digest(path) for path in settings["code"]}}
-    write_whole(f"{settings['folder']}/launch.json", {**about, "started": time.time()})
+    try:
+        write_whole(f"{settings['folder']}/launch.json", {**about, "started": time.time()})
+    except OSError as error:
+        sys.exit(f"launch.json: {error.strerror}; nothing was started: mend that (make room, where the disk is full)")
     me = pwd.getpwuid(os.getuid())
     for name, value in (("HOME", me.pw_dir), ("USER", me.pw_name), ("LOGNAME", me.pw_name)):
         os.environ.setdefault(name, value)
     ctypes.CDLL(None).prctl(SUBREAPER, 1)
-    for each in ("TERM", "INT", "HUP", "USR1", "USR2"):
-        # the whole group gets it; the command decides what it means, and this one tells how that ended
-        signal.signal(getattr(signal, f"SIG{each}"), lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, ASKED)
     try:
-        child = subprocess.Popen(command, stdin=subprocess.DEVNULL)
+        child = subprocess.Popen(command, stdin=subprocess.DEVNULL, preexec_fn=hear)
     except OSError as error:
         print(f"{command[0]}: {error.strerror}; it was not started", file=sys.stderr, flush=True)
         code = 127
     else:
+        # the whole group gets it; the command decides what it means, and this one tells how that ended
+        for each in ASKED:
+            signal.signal(each, lambda *_: None)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
         code = wait(child, settings["folder"], keeper)
         end_others()
     if os.getppid() != keeper:
@@ -76,6 +82,21 @@ def enter_scope(job, arguments):
     if "XDG_RUNTIME_DIR" not in os.environ:
         again[1:1] = ["-u", "XDG_RUNTIME_DIR"]
     os.execvpe(start[0], [*start, f"--unit={unit}", "--", *again], env)  # noqa: S606, TID251
+
+
+def hear():
+    """In the child, before it is the command: what came until now is for it, also what came before there was a child.
+
+    A signal that waits for both is the same one. It waits once in each process, so none reaches the command twice.
+    """
+    waiting = 0
+    with contextlib.suppress(OSError), open(f"/proc/{os.getppid()}/status", "rb") as status:
+        waiting = next(int(line.split()[1], 16) for line in status if line.startswith(b"ShdPnd"))
+    for each in ASKED:
+        signal.signal(each, signal.SIG_DFL)
+        if waiting >> (each - 1) & 1:
+            os.kill(os.getpid(), each)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
 
 
 def wait(child, folder, keeper):
@@ -150,11 +171,17 @@ def file_digest(path):
 
 
 def write_whole(path, content):
-    with open(f"{path}.{os.getpid()}", "w", encoding="utf-8") as file:
-        json.dump(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    os.rename(file.name, path)
+    partial = f"{path}.{os.getpid()}"
+    try:
+        with open(partial, "w", encoding="utf-8") as file:
+            json.dump(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(partial, path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.unlink(partial)
+        raise
 
 
 if __name__ == "__main__":

@@ -155,6 +155,29 @@ def test_what_the_command_leaves_running_ends_with_the_job(job: Job, trap: str) 
     assert ended(int((job.folder / "pid").read_text()))
 
 
+@pytest.mark.parametrize(
+    "at", ["    try:\n        child = ", "        for each in ASKED:\n"], ids=["no child", "a child"]
+)
+def test_a_signal_of_the_moment_of_the_start_is_for_the_command(job: Job, at: str) -> None:
+    text = job.program.read_text()
+    assert text.count(at) == 1
+    indent = at[: len(at) - len(at.lstrip())]
+    job.program.write_text(text.replace(at, f"{indent}os.killpg(0, signal.SIGTERM)\n{at}"))
+    told = "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(50)"
+    assert job.start(sys.executable, "-c", told).wait(30) == -signal.SIGTERM
+
+
+def test_a_full_disk_at_the_start_is_a_line_in_the_log_and_starts_nothing(job: Job) -> None:
+    text, line = job.program.read_text(), "json.dump(content, file)"
+    assert text.count(line) == 1
+    job.program.write_text(text.replace(line, "raise OSError(28, 'No space left on device')"))
+    assert job.start("touch", "begun").wait(30) == 1
+    assert job.log().startswith("launch.json: No space left on device; nothing was started: ")
+    assert job.log().count("\n") == 1
+    assert not (job.folder / "begun").exists()
+    assert not list(job.folder.glob("launch.json*"))
+
+
 def test_what_the_command_leaves_for_a_moment_may_finish(job: Job) -> None:
     running = job.start("sh", "-c", "setsid sh -c 'sleep 0.3; touch finished' & exit 4")
     assert running.wait(60) == 4
