@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import multiprocessing
 import os
+import shutil
 import statistics
 import sys
 import tempfile
@@ -116,13 +117,17 @@ def main() -> None:
     asked = options.parse_args()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="dflash-staging-", dir=asked.folder)))
-        server = stack.enter_context(store_server(asked.kind, folder / "store"))
-        stack.enter_context(mock.patch.dict(os.environ, {**server.environment, "DFLASH_STATE": str(folder / "state")}))
         ratios = []
         for limit in (asked.rate, 0):
-            with held_to(limit, server.endpoint) as endpoint:
+            # a store of its own: deleted objects keep their room, and after some gigabytes there is none
+            with (
+                store_server(asked.kind, folder / f"store-{limit}") as server,
+                mock.patch.dict(os.environ, {**server.environment, "DFLASH_STATE": str(folder / f"state-{limit}")}),
+                held_to(limit, server.endpoint) as endpoint,
+            ):
                 store = ObjectStore(server.staging(endpoint_url=endpoint))
                 ratios.append(_measure(store, folder / f"at-{limit}", asked.chunks, asked.runs, limit))
+            shutil.rmtree(folder / f"store-{limit}")
     print(f"held to {show_rate(asked.rate)} the relay takes {ratios[0]:.2f} of its longer leg; {MOST} are the most")
     sys.exit(ratios[0] > MOST)
 
