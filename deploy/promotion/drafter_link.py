@@ -5,8 +5,9 @@
     drafter_link.py rollback LINK EXPECTED
 
 ``LINK.previous`` names what LINK named before. Nothing is deleted, and nothing but the two links changes: each by a
-rename, so that whoever opens LINK finds the old drafter or the new one. Prints one line of JSON; what cannot be done is
-{"refused": why} and changes nothing. Standard library of Python 3.9 only.
+rename, so that whoever opens LINK finds the old drafter or the new one. ``LINK.before`` is there between the two
+renames; where it stayed because this program was killed, it tells what was half done, and that counts as done. Prints
+one line of JSON; what cannot be done is {"refused": why} and changes nothing. Standard library of Python 3.9 only.
 """
 
 import fcntl
@@ -50,7 +51,7 @@ class Folder:
 
 def show(link):
     """What both links name, each as it is written there; None where there is no link."""
-    return {"current": named_by(link), "previous": named_by(previous(link))}
+    return {"current": named_by(link), "previous": named_before(link)}
 
 
 def switch(link, directory, expected):
@@ -60,24 +61,51 @@ def switch(link, directory, expected):
     if now == name:
         return
     require((now or "") == expected, f"{link} names {now} now: somebody else changed it meanwhile")
-    if now is not None:
-        point(previous(link), now)
-    point(link, name)
+    change(link, name)
 
 
 def rollback(link, expected):
-    now, before = named_by(link), named_by(previous(link))
+    now, before = named_by(link), named_before(link)
     require(now is not None and before is not None, f"{link} has named nothing before")
     require(now == expected, f"{link} names {now} now: somebody else changed it meanwhile")
     target = os.path.join(os.path.dirname(link), before)
     require(os.path.isdir(target), f"{target}, which it named before, is not there any more")
     if before != now:
-        point(link, before)
-        point(previous(link), now)
+        change(link, before)
+
+
+def change(link, name):
+    """Have ``link`` name ``name``, and its previous what it names now; cut off anywhere, neither name is lost."""
+    settle(link)
+    now = named_by(link)
+    if now is not None:
+        point(begun(link), now)
+    point(link, name)
+    settle(link)
+
+
+def settle(link):
+    """End the change that ``LINK.before`` tells of: it was made when the link names something else by now."""
+    before = named_by(begun(link))
+    if before is None:
+        return
+    if before == named_by(link):
+        os.unlink(begun(link))
+    else:
+        os.replace(begun(link), previous(link))
+
+
+def named_before(link):
+    before = named_by(begun(link))
+    return named_by(previous(link)) if before in (None, named_by(link)) else before
 
 
 def previous(link):
     return link + ".previous"
+
+
+def begun(link):
+    return link + ".before"
 
 
 def named_by(link):
@@ -91,7 +119,9 @@ def named_by(link):
 
 def point(link, name):
     """Have ``link`` name ``name``, in one step."""
-    new = f"{link}.new-{os.getpid()}"
+    new = f"{link}.new"  # one process at a time is here, so what lies there is of one that was killed
+    if os.path.lexists(new):
+        os.unlink(new)
     os.symlink(name, new)
     try:
         os.replace(new, link)

@@ -1,7 +1,10 @@
 """The link that the server loads its drafter by: it names one whole directory at every moment, and nothing is lost."""
 
+import functools
+import itertools
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
@@ -109,3 +112,49 @@ def test_the_link_names_a_directory_at_every_moment(models: Path) -> None:
     looking.join()
     assert seen
     assert all(seen)
+
+
+class Killed(BaseException):
+    """What kill -9 is, for a program that runs in this process."""
+
+
+@pytest.mark.parametrize("verb", ["switch", "rollback"])
+def test_killed_between_any_two_steps_it_loses_neither_name(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], verb: str
+) -> None:
+    link, program = models / "served", runpy.run_path(str(PROGRAM))
+    real = {name: getattr(os, name) for name in ("symlink", "replace", "unlink")}
+
+    def run(*arguments: str, until: int = 99) -> Any:
+        """What it prints; None when it is killed in place of that step."""
+        left = itertools.count(until, -1)
+
+        def step(name: str, *about: Any) -> None:
+            if next(left) == 0:
+                raise Killed
+            real[name](*about)
+
+        with monkeypatch.context() as patch:
+            for name in real:
+                patch.setattr(os, name, functools.partial(step, name))
+            try:
+                program["main"]([arguments[0], str(link), *arguments[1:]])
+            except Killed:
+                return None
+        return json.loads(capsys.readouterr().out)
+
+    for until in itertools.count():
+        for name in ("served", "served.previous", "served.before", "served.new"):
+            (models / name).unlink(missing_ok=True)
+        link.symlink_to("b")
+        (models / "served.previous").symlink_to("a")
+        done = run(verb, *([str(models / "c")] if verb == "switch" else []), "b", until=until)
+        found, new = run("show"), "c" if verb == "switch" else "a"
+        assert found in ({"current": "b", "previous": "a"}, {"current": new, "previous": "b"})
+        # the next change is what it would have been, and nothing of the broken one stays
+        again = run("switch", str(models / "reference"), found["current"])
+        assert again == {"current": "reference", "previous": found["current"]}
+        assert not {"served.before", "served.new"} & set(os.listdir(models))
+        if done is not None:
+            break
+    assert until >= 5
