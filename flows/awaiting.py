@@ -13,6 +13,7 @@ from uuid import UUID
 from rich.console import Console
 
 from dflash.errors import DFlashError
+from flows.fenced import fenced
 from flows.prefect_home import configure_prefect
 from tasks import countersigning
 from tasks.approvals import ApprovalStore, Approved
@@ -120,8 +121,8 @@ def _leave_artifact(request: Request, command: str) -> None:
     text = io.StringIO()
     request.plan.render(Console(file=text, width=80))
     create_markdown_artifact(
-        f"# Waits for the operator's approval\n\n```text\n{text.getvalue()}```\n\n"
-        f"On the operator's machine, at a terminal:\n\n```text\n{command}\n```\n\n"
+        f"# Waits for the operator's approval\n\n{fenced(text.getvalue())}\n"
+        f"On the operator's machine, at a terminal:\n\n{fenced(command)}\n"
         "Nothing on this page approves it: whatever state this run is set to, nothing runs on the host.\n",
         key=f"approval-{request.id}",
         description=f"request {request.id}",

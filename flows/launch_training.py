@@ -11,6 +11,7 @@ from prefect.artifacts import create_markdown_artifact
 from prefect.cache_policies import NO_CACHE
 
 from flows.awaiting import awaiting_approval, require
+from flows.fenced import fenced
 from flows.named_states import named_states
 from flows.prefect_home import forget_agent
 from tasks import launching
@@ -69,8 +70,8 @@ def publish(prepared: Prepared) -> None:
         if file is not None
     )
     create_markdown_artifact(
-        f"# {job} on {host}\n\n```text\n{argv}\n```\n\n{digests}\n\n```text\n"
-        f"dflash-ops jobs status {host} {job}\ndflash-ops jobs logs {host} {job} --follow\n```\n",
+        f"# {job} on {host}\n\n{fenced(argv)}\n{digests}\n\n"
+        + fenced(f"dflash-ops jobs status {host} {job}\ndflash-ops jobs logs {host} {job} --follow"),
         key=f"launch-{''.join(c if c.isalnum() else '-' for c in job.lower())}",
         description=f"{job} on {host}",
     )

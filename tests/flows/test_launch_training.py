@@ -14,6 +14,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from flows.cli import app
+from flows.fenced import fenced
 from tasks import launching, process
 from tasks.errors import Refused
 from tasks.launching import Launched
@@ -127,6 +128,14 @@ def test_a_launch_on_a_protected_host_waits_for_its_approval_and_is_found_afterw
     assert dflash_ops("jobs", "stop", "kpro6", launched.job).exit_code == 0
     ended = remote / "jobs" / launched.job / "exit"
     assert json.loads(wait_for(lambda: ended.exists() and ended.read_text()))["exit"] == -signal.SIGTERM
+
+
+def test_no_argument_of_a_job_ends_the_code_block_that_shows_it() -> None:
+    shown = fenced("train\n```\n# approved\n````")
+    first, *inside, last, end = shown.split("\n")
+    assert (first, last, end) == ("`````text", "`````", "")
+    assert inside == ["train", "```", "# approved", "````"]
+    assert fenced("train --now\n").startswith("```text\n")
 
 
 def test_what_would_be_asked_for_is_shown_and_leaves_nothing(operator: Operator, remote: Path, tmp_path: Path) -> None:
