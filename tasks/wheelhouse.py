@@ -10,6 +10,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import tarfile
@@ -30,7 +31,7 @@ from dflash.errors import DFlashError
 from tasks import process
 from tasks.actions import escape, said
 from tasks.own_wheel import OwnWheel
-from tasks.resolving import Candidate, Lock, Target, WheelMissingError, resolve
+from tasks.resolving import Candidate, ConflictError, Lock, Target, WheelMissingError, resolve
 from tasks.state import state_dir
 
 FORGOTTEN_SECONDS = 60 * 24 * 3600.0
@@ -259,6 +260,9 @@ def failure(log: str, target: Target) -> DFlashError:
     """What pip's stderr means."""
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no word"]
+    impossible = errors[-1].startswith("ResolutionImpossible") and len(errors) > 1
+    if impossible:
+        errors.pop()  # it names nothing but a page about conflicts
     where = f"Python {target.version} on {target.machine} with {target.libc[0]} {target.libc[1]}"
     if "No module named pip" in log:
         return IndexFailedError(
@@ -268,10 +272,16 @@ def failure(log: str, target: Target) -> DFlashError:
         return NoRoomError(
             f"no room for the wheels: {said(errors[-1])}; make room on this machine, or name another $DFLASH_STATE"
         )
-    if any(word in log for word in UNREACHABLE):
+    broken = [line for line in lines if any(word in line for word in UNREACHABLE)]
+    if broken:
         return IndexUnreachableError(
-            f"no package index answers this machine: {said(errors[-1])}; see to the network, or name an index or a "
-            "folder of wheels in pip's configuration"
+            f"no package index answers this machine: {said(_reason(broken[-1]))}; see to the network, or name an index "
+            "or a folder of wheels in pip's configuration"
+        )
+    if impossible:
+        return ConflictError(
+            f"no version that the index has for {where} is one that the constraints allow: {said(errors[-1])}; relax "
+            "the constraints, or ask the index anew with --refresh"
         )
     if errors[-1].startswith("No matching distribution found for "):
         name = errors[-1].removeprefix("No matching distribution found for ")
@@ -280,6 +290,13 @@ def failure(log: str, target: Target) -> DFlashError:
             "constraints, or put a wheel where pip's configuration finds it (find-links)"
         )
     return IndexFailedError(f"pip could not gather the wheels for {where}: {said(errors[-1])}")
+
+
+def _reason(line: str) -> str:
+    """What pip's ``line`` about a connection says of it, without the objects that tell nobody anything."""
+    within = re.search(r"broken by '(.*)': /", line)
+    words = re.sub(r"<[^<>]*>(: )?|\bobject at 0x[0-9a-f]+(: )?", "", within[1] if within else line)
+    return words.removeprefix("ERROR: ").removeprefix("WARNING: ")
 
 
 def pack(wheels: dict[str, Path], file: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 from dflash.errors import DFlashError
 from tasks import process, wheelhouse
 from tasks.own_wheel import OwnWheel, own_wheel
-from tasks.resolving import Target, WheelMissingError
+from tasks.resolving import ConflictError, Target, WheelMissingError
 from tasks.wheelhouse import (
     IndexFailedError,
     IndexUnreachableError,
@@ -94,6 +94,20 @@ def test_another_file_of_the_same_name_is_not_taken(shelf: Path, tmp_path: Path)
             "WARNING: Retrying\nERROR: Could not install: HTTPSConnectionPool: Max retries exceeded",
             IndexUnreachableError,
             "network",
+        ),
+        (
+            "WARNING: Retrying (Retry(total=0)) after connection broken by 'NewConnectionError('<pip.Connection object "
+            "at 0x7fe0>: Failed to establish a new connection: [Errno 111] Connection refused')': /simple/numpy/\n"
+            "ERROR: Cannot install numpy because these package versions have conflicting dependencies.\n"
+            "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io",
+            IndexUnreachableError,
+            "machine: NewConnectionError('Failed to establish a new connection: [Errno 111] Connection refused'); see",
+        ),
+        (
+            "ERROR: Cannot install six because these package versions have conflicting dependencies.\n"
+            "ERROR: ResolutionImpossible: for help visit https://pip.pypa.io",
+            ConflictError,
+            "constraints allow: Cannot install six because",
         ),
         (
             "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device",
