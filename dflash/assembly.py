@@ -1,5 +1,6 @@
 """A report from what was measured: settings, versions and descriptions around the figures."""
 
+import platform
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from importlib import metadata
@@ -53,6 +54,7 @@ def make_report(
         completion_agreement=agreement,
         offload=request.offload is True,
         device=_device(request),
+        host=platform.node() or None,
         seed=SEED,
     )
     return Report(

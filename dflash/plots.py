@@ -182,7 +182,15 @@ def _tau(axis: "Axes", report: Report, both: Sequence[tuple[str, Metrics]]) -> N
         color = DRAFTER if name == "drafter" else REFERENCE
         axis.barh(place, metrics.tau.pooled - 1, left=1, height=0.5, color=color, alpha=0.2)
         axis.plot([low, high], [place, place], color=color, linewidth=2)
-        axis.plot([metrics.tau.pooled], [place], color=color, marker=_line(name)["marker"], markersize=7)
+        inside = color if report.valid else "white"
+        axis.plot(
+            [metrics.tau.pooled],
+            [place],
+            color=color,
+            marker=_line(name)["marker"],
+            markersize=7,
+            markerfacecolor=inside,
+        )
         axis.annotate(
             f"{metrics.tau.pooled:.3f}", (high, place), xytext=(6, -3), textcoords="offset points", color=color
         )

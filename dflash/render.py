@@ -27,7 +27,8 @@ def _facts(report: Report) -> str:
         f"- checkpoint `{checkpoint.path}` ({checkpoint.format}, step {_or_dash(checkpoint.step)}), "
         f"sha256 `{checkpoint.sha256}`, config from {checkpoint.config_source}",
         f"- target `{target.path}` ({target.class_name}, {target.tensors} tensors, kernel {target.kernel}, "
-        f"{target.dtype}, {settings.device}{', layers streamed from its files' if settings.offload else ''})",
+        f"{target.dtype}, {settings.device}{_host(report)}"
+        f"{', layers streamed from its files' if settings.offload else ''})",
     ]
     if report.reference is not None:
         lines.append(f"- reference `{report.reference.path}`, sha256 `{report.reference.sha256}`")
@@ -56,6 +57,10 @@ def _facts(report: Report) -> str:
         said = {name: value for name, value in report.training.model_dump().items() if value is not None}
         lines.append("- training says " + ", ".join(f"{name} {value}" for name, value in said.items()))
     return "\n".join(map(one_line, lines))
+
+
+def _host(report: Report) -> str:
+    return "" if report.settings.host is None else f" of {report.settings.host}"
 
 
 _MODES = {

@@ -94,6 +94,9 @@ class Settings(_Record):
     )
     offload: bool = Field(default=False, description="the target's layers were streamed from its files")
     device: str
+    host: str | None = Field(
+        default=None, description="what the machine that measured calls itself; null in reports from before it was kept"
+    )
     seed: int = Field(ge=0)
 
 

@@ -151,7 +151,7 @@ def curves(report: Report) -> Html:
                 "chart-ddtree",
                 "DDTree(N)",
                 table(head, trees, caption="τ of draft trees"),
-                note="τ of a draft tree of N nodes besides the root, on its own walk, bonus included; the dotted line "
+                note="τ of a draft tree of N nodes besides the root, on its own walk, bonus included; the dashed line "
                 "is the chain",
             )
         )

@@ -125,7 +125,8 @@ def _why_not(report: Report) -> Html:
 
 def _sentence(report: Report) -> str:
     tau, comparison = report.metrics.tau, report.comparison
-    said = f"A round emits {number(tau.pooled, 2)} tokens on average: the accepted drafts and one of the target's own."
+    said = "" if report.valid else "As measured, and not to be believed. "
+    said += f"A round emits {number(tau.pooled, 2)} tokens on average: the accepted drafts and one of the target's own."
     if report.reference_metrics is not None and report.reference_metrics.tau.pooled:
         share = tau.pooled / report.reference_metrics.tau.pooled
         said += (
@@ -159,7 +160,7 @@ def _ruler(report: Report, name: str) -> Html:
             class_="scale",
         ),
         tag("p", f"tokens per round, 1 to {size}; the line is the 95 % interval", class_="unit"),
-        class_="ruler",
+        class_="ruler" if report.valid else "ruler not-valid",
         role="img",
         aria_label="; ".join(
             f"{label}: τ {number(metrics.tau.pooled)}, 95 % interval {interval(metrics.tau.ci95)}"
@@ -289,7 +290,9 @@ def _legend() -> Html:
     return join(
         "Open one to see every round: ",
         tag("span", "accepted drafts", class_="key accepted"),
-        ", and ",
+        ", ",
+        tag("span", "the bonus token", class_="bonus"),
+        " behind a whole block, and ",
         tag("span", "the token that was right", class_="key missed"),
         " where a ",
         tag("del", "wrong draft", class_="key"),

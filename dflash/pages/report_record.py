@@ -134,6 +134,7 @@ def _measurement(report: Report) -> list[tuple[str, object]]:
         ("made", f"{report.created:%Y-%m-%d %H:%M:%S %Z}"),
         ("mode", settings.mode),
         ("on", settings.device),
+        ("host", NONE if settings.host is None else settings.host),
         ("prompts", f"{settings.num_prompts} of {settings.prompts}"),
         ("prompts' sha256", _digest(settings.prompts_sha256)),
         (
@@ -164,12 +165,18 @@ def _facts(title: str, facts: Sequence[tuple[str, object]]) -> Html:
 
 
 def command(report: Report) -> str:
-    """The command that measures the same again, on the machine where these paths are."""
-    settings = report.settings
-    parts = ["dflash", "evaluate", "--target", report.target.path, "--checkpoint", report.checkpoint.path]
-    parts += ["--prompts", settings.prompts, "--mode", settings.mode, "--max-new-tokens", str(settings.max_new_tokens)]
+    """The command that measures the same again, on the machine where these paths are.
+
+    A report does not say which file left prompts out, nor which one a config was taken from; capitals stand for those.
+    """
+    settings, checkpoint = report.settings, report.checkpoint
+    parts = ["dflash", "evaluate", "--target", report.target.path, "--checkpoint", checkpoint.path]
+    parts += ["--prompts", settings.prompts, "--num-prompts", str(settings.num_prompts + len(report.left_out))]
+    parts += ["--mode", settings.mode, "--max-new-tokens", str(settings.max_new_tokens)]
     if report.reference is not None:
         parts += ["--reference", report.reference.path]
+    if checkpoint.config_source == "--drafter-config":
+        parts += ["--drafter-config", "CONFIG.json"]
     if settings.completions != "target":
         parts += ["--server", settings.completions]
     if settings.temperature:
@@ -184,4 +191,6 @@ def command(report: Report) -> str:
         parts += ["--dtype", report.target.dtype, "--kernel", report.target.kernel]
     if settings.offload:
         parts.append("--offload")
+    if report.left_out:
+        parts += ["--training-data", "TRAINING.jsonl"]
     return shlex.join([*parts, "--output", "again"])

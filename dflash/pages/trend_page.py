@@ -110,11 +110,11 @@ def _table(series: Series, base: str) -> Html:
         [
             _link(point, base),
             _verdict(point),
-            number(point.tau.pooled),
-            interval(point.tau.ci95),
-            number(point.reference.pooled if point.reference else None),
+            _measured(point, number(point.tau.pooled)),
+            _measured(point, interval(point.tau.ci95)),
+            _measured(point, number(point.reference.pooled if point.reference else None)),
             _against(point),
-            number(point.random_anchor_tau),
+            _measured(point, number(point.random_anchor_tau)),
             number(training_tau(point.training)),
             number(point.training.loss if point.training else None, 4),
             f"{point.created:%Y-%m-%d %H:%M}",
@@ -122,7 +122,13 @@ def _table(series: Series, base: str) -> Html:
         for point in reversed(series.points)
     ]
     head: list[object] = ["step", "", "τ", "95 % interval", "reference", "against the best before", "random anchors"]
-    return table([*head, "training says", "training loss", "measured"], rows, caption="Reports, the latest step first")
+    caption = "Reports, the latest step first"
+    return table([*head, "training says", "training loss", "measured"], rows, caption=caption, class_="figures course")
+
+
+def _measured(point: Point, figure: str) -> object:
+    """``figure``, struck out where the report is not valid: it was measured and must not be believed."""
+    return figure if point.valid or figure == NONE else tag("del", figure, class_="unbelieved")
 
 
 def _link(point: Point, base: str) -> object:
@@ -136,7 +142,7 @@ def _page_of(point: Point, base: str) -> str:
 
 def _verdict(point: Point) -> Html:
     if not point.valid:
-        return join(pill("fail"), f" {', '.join(point.invalid_because)}")
+        return join(pill("fail"), *(tag("span", f" {name}", class_="why") for name in point.invalid_because))
     marks = [tag("span", "★ best", class_="pill pass")] if point.best else []
     marks += [tag("span", "▼ regression", class_="pill warn")] if point.regression else []
     return join(*marks)

@@ -115,6 +115,32 @@ def test_the_command_that_measures_again_is_understood(run_dflash) -> None:
     assert "'--target'" in done.err, "the target is all that is wrong with it here"
 
 
+def test_the_command_that_measures_again_asks_the_same_prompts() -> None:
+    report, _ = made({"a": words(30), "b": words(30)})
+    assert " --num-prompts 2 " in command(report)
+    overlapping = report.model_copy(update={"left_out": ["c"]})
+    assert " --num-prompts 3 " in command(overlapping)
+    assert "--training-data TRAINING.jsonl" in command(overlapping)
+    given = report.checkpoint.model_copy(update={"config_source": "--drafter-config"})
+    assert "--drafter-config CONFIG.json" in command(report.model_copy(update={"checkpoint": given}))
+
+
+def test_a_page_names_the_host_where_the_report_does() -> None:
+    report, _ = made({"a": words(30)})
+    assert "<dt>host</dt><dd>–</dd>" in report_page(report)
+    on = report.settings.model_copy(update={"host": "<gpu>1"})
+    assert "<dt>host</dt><dd>&lt;gpu&gt;1</dd>" in report_page(report.model_copy(update={"settings": on}))
+
+
+def test_no_sentence_of_a_report_that_is_not_valid_reads_as_if_it_were() -> None:
+    report, _ = made({"a": words(30)})
+    assert "not to be believed" not in report_page(report).partition("<main")[2]
+    failed = report.checks[0].model_copy(update={"status": "fail"})
+    page = report_page(report.model_copy(update={"valid": False, "invalid_because": ["fc-shape"], "checks": [failed]}))
+    assert "As measured, and not to be believed. A round emits" in page
+    assert 'class="ruler not-valid"' in page
+
+
 @pytest.mark.slow
 def test_pictures_are_png_and_svg_with_units(tmp_path: Path) -> None:
     report, rounds = made({"a": words(30), "$b$": words(25, start=9)})

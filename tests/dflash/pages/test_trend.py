@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -62,6 +63,10 @@ def test_a_report_that_is_not_valid_is_neither_best_nor_what_others_are_held_aga
     assert [point.best for point in series.points] == [False, False, True]
     assert series.points[1].against is None
     assert series.points[2].against_step == 100
+    page = trend_page(read_trend(tmp_path), "run")
+    struck = re.findall(r'<del class="unbelieved">([^<]*)</del>', page)
+    assert f"{series.points[1].tau.pooled:.3f}" in struck
+    assert f"{series.points[2].tau.pooled:.3f}" not in struck
 
 
 def test_reports_that_measured_something_else_are_a_series_of_their_own(tmp_path: Path) -> None:
