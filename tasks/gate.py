@@ -55,7 +55,10 @@ class Entry(Stat):
 
 
 class JobRecord(Stat):
-    """What a ``job.json`` is, and what its host can tell of the job; None where the gate there is too old to tell."""
+    """What a ``job.json`` is, and what its host can tell of the job; None where the gate there is too old to tell.
+
+    Of a job's folder it is the host's clock alone.
+    """
 
     now: float | None = None
     """The host's own clock, seconds since the epoch."""
@@ -132,7 +135,7 @@ class GateSession:
             return self._stat(path, renew=True, model=Stat)
 
     def stat_job(self, path: str) -> JobRecord:
-        """Stat the ``job.json`` at ``path``, which tells also whether its job lives."""
+        """Stat the ``job.json`` at ``path``, which tells also whether its job lives, or the folder of a job."""
         with self._until_it_breaks():
             return self._stat(path, renew=True, model=JobRecord)
 

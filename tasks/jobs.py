@@ -303,8 +303,9 @@ def _without_record(session: GateSession, job: str, folder: str, files: dict[str
     """A job's folder is made first and its record comes last; what is no job's folder has neither."""
     if "output.log" not in files and files:
         return _never(session.host, job)
-    age = time.time() - _asked(session.stat, folder).mtime_ns / 1e9
-    if age < START_SECONDS:
+    found = _asked(session.stat_job, folder)
+    there = time.time() if found.now is None else found.now
+    if there - found.mtime_ns / 1e9 < START_SECONDS:
         return JobStatus(job, "running", message="it is being started")
     return JobStatus(job, "vanished", message="its start was interrupted and it never ran; launch the next --attempt")
 

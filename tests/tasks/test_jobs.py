@@ -115,6 +115,14 @@ def test_each_state_is_told_from_what_lies_there(here: Operator) -> None:
     assert "never ran" in found["stalled"].message
 
 
+def test_a_job_that_begins_is_young_by_the_clock_of_its_host(here: Operator, monkeypatch: pytest.MonkeyPatch) -> None:
+    job(here, "begins", output_log="")
+    hour_ahead = time.time() + 3600
+    with open_session(here.connector, here.infer, None) as session, monkeypatch.context() as patch:
+        patch.setattr(jobs.time, "time", lambda: hour_ahead)
+        assert jobs.look(session, "begins").state == "running"
+
+
 def test_a_record_that_is_none_is_an_error_and_no_state(here: Operator) -> None:
     lies: list[dict[str, Any]] = [
         {"job_json": "[" * 5000},
