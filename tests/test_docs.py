@@ -58,6 +58,13 @@ def test_the_reference_pages_are_what_the_code_says() -> None:
     assert done.returncode == 0, done.stderr
 
 
+def test_the_architecture_page_says_where_each_module_of_the_tasks_belongs() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = page[page.index("## Inside `tasks/`") : page.index("## Names of states")]
+    named = re.findall(r"`(\w+)`", table)
+    assert sorted(named) == sorted(file.stem for file in ROOT.glob("tasks/*.py") if file.stem != "__init__")
+
+
 def headings(file: Path) -> set[str]:
     """The anchors of a page, as GitHub makes them."""
     titles = re.findall(r"^#+ +(.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
