@@ -354,6 +354,9 @@ class _Relay:
     def selection(self, place: ReadSource, selection: Selection) -> RelayResult:
         """The files of a selection, below the folder that the destination names; what makes them whole comes last."""
         folder = _folder_of(self.destination, selection, self.settings)
+        with self.ends.receiver() as receiver:
+            about = {"identity": selection.identity, "selected": self.settings.selected}
+            receiver.require_alone(folder, [output.name for output in selection.outputs], about)
         total = sum(output.size for output in selection.outputs)
         arrived: list[Arrived] = []
         begun = time.monotonic()

@@ -31,7 +31,7 @@ from tasks.repack import LARGEST_RANGE, OutputFile
 from tasks.sources import BESIDE, Look, Reading, Source, require_settled
 
 What = Literal["drafter", "model", "all"]
-SourceFormat = Literal[Format, "dcp", "safetensors"]
+SourceFormat = Literal[Format, "dcp", "safetensors", "directory"]
 Output = Literal["safetensors", "pt"]
 
 MODEL = "model.safetensors"
@@ -201,6 +201,8 @@ def _select_directory(reading: Reading, what: What, narrow: bool) -> _Found:
             f"{reading.place} has {left} and no {METADATA}: it is still being written; {METADATA} is written last"
         )
     if CONFIG not in look or not any(_at_top(name) and name.endswith(_SAFETENSORS) for name in look):
+        if what == "all" and look:
+            return _every_file(look)
         found = ", ".join(sorted(look)[:5]) or "nothing"
         raise NotACheckpointError(
             f"{reading.place} holds {found}; expected a {MANIFEST}, a {METADATA}, or a {CONFIG} with *{_SAFETENSORS}"
@@ -265,9 +267,16 @@ def _select_weights(
     return _Found(format, identity, (packed, *_beside(reading)))
 
 
+def _every_file(look: Look) -> _Found:
+    """A directory that is no checkpoint, of which nothing is known but the states of its files."""
+    told = [(name, state.size, state.mtime_ns) for name, state in sorted(look.items())]
+    identity = f"files:{hashlib.sha256(json.dumps(told).encode()).hexdigest()}"
+    return _Found("directory", identity, tuple(copied(name, state.size) for name, state in look.items()))
+
+
 def _of_the_target(format: SourceFormat, name: str) -> bool:
     """Whether a tensor is a copy of the target's own, which an evaluation takes from the target."""
-    if format == "safetensors" or format == "dcp":
+    if format == "safetensors" or format == "dcp" or format == "directory":
         return False
     return our_name(format, unwrapped(name)) is None
 

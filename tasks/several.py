@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,6 +58,10 @@ class Several(Receiver):
     @property
     def sink(self) -> int:
         return self._sink
+
+    def require_alone(self, folder: str, names: Sequence[str], about: Mapping[str, str]) -> None:
+        for receiver, own in self._all:
+            receiver.require_alone(self._own(folder, own), names, about)
 
     def open(self, path: str, size: int, transfer: str, *, about: str = "", sparse: bool = False) -> Opened:
         self._active, finished, fresh = [], "", False

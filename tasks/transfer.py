@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,7 +20,7 @@ PIPE_BYTES = 1 << 20
 CLOSING_SECONDS = 10.0
 LONGEST_REPLY = 1 << 16
 MOST_REPLIES = 64
-RECEIVER_MODULES = ("disk", "whole", "fetching")
+RECEIVER_MODULES = ("disk", "company", "whole", "fetching")
 START_RECEIVER = """
 import sys, types
 *modules, receiver = sys.argv[1:]
@@ -167,6 +167,13 @@ class Receiver:
     def sink(self) -> int:
         """Where the bytes of a range go between :meth:`begin` and :meth:`stored`."""
         return self._stdin.fileno()
+
+    def require_alone(self, folder: str, names: Sequence[str], about: Mapping[str, str]) -> None:
+        """Raise :class:`ReceiverError` where files of another relay would stay in ``folder`` beside ``names``.
+
+        ``about`` are fields of the sidecars of what may stay.
+        """
+        self._ask(verb="alone", folder=folder, names=names, about=about)
 
     def open(self, path: str, size: int, transfer: str, *, about: str = "", sparse: bool = False) -> "Opened":
         """Reserve ``size`` bytes for ``path``, or take up what there is of this ``transfer``.

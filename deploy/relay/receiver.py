@@ -4,6 +4,7 @@ Runs on the destination as ``python3 -c``, sent along with the modules beside it
 so all of it takes the standard library alone (Python 3.9 or newer).
 One request a line of JSON on stdin, one reply a line on stdout:
 
+    {"verb": "alone", "folder", "names", "about"}          {"ok": true}            nothing of something else is there
     {"verb": "open", "path", "size", "transfer",           {"ok": true, "fresh", "committed"}  the space is reserved,
      "about", "sparse"}                                                                        unless it is sparse
     {"verb": "join", "path", "size", "transfer"}           {"ok": true}            another session of an open transfer
@@ -45,6 +46,7 @@ from functools import partial
 from io import FileIO
 from typing import Any
 
+from deploy.relay.company import SIDECAR, require_alone, told_by
 from deploy.relay.disk import (
     NoRoomError,
     ReceiveError,
@@ -63,9 +65,7 @@ from deploy.relay.whole import Whole
 CHUNK = 1 << 20
 WRITEBACK_BYTES = 32 << 20
 LONGEST_LINE = 1 << 24
-LONGEST_SIDECAR = 1 << 20
 TAKEOVER_SECONDS = 10.0
-SIDECAR = ".relay.json"
 LONGEST_ADDITION = len("..part-0123456789abcdef.json")
 F_SETPIPE_SZ = 1031  # in fcntl since Python 3.10
 
@@ -98,17 +98,15 @@ class Part:
 
     def _is_described_by(self, sidecar: str) -> bool:
         """Whether ``sidecar`` is about what is to be brought, and the file there has its sha256."""
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-            with opened_file(sidecar) as file:
-                fields = json.loads(os.read(file, LONGEST_SIDECAR))
-            same = fields["transfer"] == self.transfer or (self.about and fields["about"] == self.about)
-            if not same or fields["bytes"] != self.size:
+        fields = told_by(sidecar)
+        same = fields.get("transfer") == self.transfer or (self.about and fields.get("about") == self.about)
+        if not same or fields.get("bytes") != self.size:
+            return False
+        with contextlib.suppress(OSError), opened_file(self.path) as self.fd:
+            if os.fstat(self.fd).st_size != self.size:
                 return False
-            with opened_file(self.path) as self.fd:
-                if os.fstat(self.fd).st_size != self.size:
-                    return False
-                self.whole = Whole(self.feed)
-                return bool(self.whole.finish(self.size) == fields["sha256"])
+            self.whole = Whole(self.feed)
+            return bool(self.whole.finish(self.size) == fields.get("sha256"))
         return False
 
     def open(self) -> bool:
@@ -305,6 +303,9 @@ def serve(source: FileIO, replies: int) -> None:
             part = Part(**request)
             committed = part.committed()
             reply(replies, committed=committed, fresh=committed is None and part.open())
+        elif verb == "alone":
+            require_alone(**request)
+            reply(replies)
         elif verb == "join":
             part = Part(**request)
             part.join()
