@@ -194,18 +194,7 @@ def opened(
     source, destination, identity = map(_as_text, (source, destination, identity))
     name = hashlib.sha256(json.dumps([source, destination]).encode()).hexdigest()[:32]
     file = place / f"{name}.json"
-    try:
-        place.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = os.open(place / f"{name}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise _unusable(place, error) from None
-    try:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise OnItsWayError(
-                f"{source} is on its way to {destination} already; wait for that relay or end it"
-            ) from None
+    with _held(place / f"{name}.lock", f"{source} is on its way to {destination}", file.exists):
         content = read(file)
         new = Content(
             version=VERSION,
@@ -221,7 +210,37 @@ def opened(
         journal = Journal(file, content)
         journal._save()
         yield journal
+
+
+@contextmanager
+def _held(path: Path, what: str, wanted: Callable[[], bool]) -> Iterator[None]:
+    """The lock ``path``, which goes at the end unless it is ``wanted``; ``what`` is on its way meanwhile."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _locked(path, what)
+    except OSError as error:
+        raise _unusable(path.parent, error) from None
+    try:
+        yield
     finally:
+        if not wanted():
+            path.unlink(missing_ok=True)
+        os.close(lock)
+
+
+def _locked(path: Path, what: str) -> int:
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(lock), path.stat()):
+                return lock
+        except BlockingIOError:
+            os.close(lock)
+            raise OnItsWayError(f"{what} already; wait for that relay or end it") from None
+        except FileNotFoundError:
+            pass
+        # whoever held it was done, and removed it, before it was locked here
         os.close(lock)
 
 

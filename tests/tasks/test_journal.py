@@ -1,5 +1,6 @@
 """The journal of a transfer: what it keeps over a crash, and what it does not believe."""
 
+import fcntl
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tasks import journal
-from tasks.journal import Journal, JournalError
+from tasks.journal import Journal, JournalError, OnItsWayError
 
 SPANS = [(0, 10), (10, 10), (20, 5)]
 DIGEST = "a" * 64
@@ -157,3 +158,29 @@ def test_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(JournalError, match=r"journal .*/file/relays: Not a directory; make room"):
         opened(tmp_path / "file" / "relays")
+
+
+def test_lock_stays_as_long_as_its_journal(tmp_path: Path) -> None:
+    opened(tmp_path)
+    assert sorted(path.suffix for path in tmp_path.iterdir()) == [".json", ".lock"]
+    with journal.opened("train:/a", "infer:/b", "state 1", 25, SPANS, folder=tmp_path) as notes:
+        notes.remove()
+        with pytest.raises(OnItsWayError):
+            opened(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_lock_that_its_holder_removed_just_before_holds_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locking = fcntl.flock
+
+    def late(lock: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", locking)
+        next(tmp_path.glob("*.lock")).unlink()
+        locking(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", late)
+    with (
+        journal.opened("train:/a", "infer:/b", "state 1", 25, SPANS, folder=tmp_path),
+        pytest.raises(OnItsWayError),
+    ):
+        opened(tmp_path)

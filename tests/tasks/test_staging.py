@@ -114,7 +114,7 @@ class Way:
         """Whether it arrived, with its sidecar, and nothing of it is anywhere else."""
         names = sorted(path.name for path in self.destination_file.parent.iterdir())
         name = self.destination_file.name
-        left = [path.name for path in (self.state / "relays").iterdir() if path.suffix != ".lock"]
+        left = list((self.state / "relays").iterdir())
         if names != [name, f"{name}.relay.json"] or self.server.keys() or left:
             return False
         sidecar = json.loads(self.destination_file.with_name(f"{name}.relay.json").read_bytes())
