@@ -107,7 +107,7 @@ def _store_speed(store: ObjectStore, receiver: Receiver, data: bytes) -> tuple[i
 def _upload_speed(connector: Connector, store: ObjectStore, content: WholeFile, count: int) -> int | None:
     """From the source's host into the store; None where it may not, or does not get there."""
     host, found = content.source.host, content.identity
-    if host is None or host.protected:
+    if host is None or host.protected or not store.takes_uploads:
         return None
     key = f"{store.prefix}probe-{token_hex(8)}"
     # two parts, so that the start of the session does not count

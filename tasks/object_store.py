@@ -38,6 +38,7 @@ from tasks.inventory import Staging
 from tasks.store_errors import (
     MOST_SKEW_SECONDS,
     ObjectMissingError,
+    StoreAccessError,
     StoreBusyError,
     StoreError,
     UntrustworthyStoreError,
@@ -104,13 +105,14 @@ class Probe:
 class ObjectStore:
     """One bucket of the store that ``staging`` names; its methods may be called from several threads.
 
-    Every method raises a :class:`StoreError` that says what to mend, and never a URL or a secret.
+    Every method raises a :class:`StoreError` that says what to mend, and never a URL or a secret; so does making one
+    where the endpoint is no URL that requests can be made below.
     """
 
     def __init__(self, staging: Staging, *, bucket: str | None = None) -> None:
         keep_requests_out_of_logs()
         self.bucket, self.prefix = bucket or staging.bucket, staging.prefix
-        self._staging = staging
+        self._staging = staging.model_copy(update={"endpoint_url": _checked(staging.endpoint_url)})
         self._lock = threading.Lock()
 
     @property
@@ -123,6 +125,11 @@ class ObjectStore:
         """Scheme, host and port of presigned URLs; the bucket is the first part of their path."""
         target = urllib.parse.urlsplit(self.presign_get("any"))
         return f"{target.scheme}://{target.netloc}"
+
+    @property
+    def takes_uploads(self) -> bool:
+        """Whether a host can put objects there by itself: an approval names scheme, host and port, and no more."""
+        return not urllib.parse.urlsplit(self._staging.endpoint_url or "").path
 
     def probe(self) -> Probe:
         """Try everything that a relay needs with objects of its own, which are gone afterwards.
@@ -350,6 +357,25 @@ class ObjectStore:
 
     def _explained(self, error: Exception, what: str) -> StoreError:
         return explained(error, what, self.name, self._staging.profile)
+
+
+def _checked(endpoint_url: str | None) -> str | None:
+    """``endpoint_url`` without a slash at its end; :class:`StoreAccessError` when nothing can be asked of it."""
+    if endpoint_url is None:
+        return None
+    address = f"staging.endpoint_url {said(repr(endpoint_url))}"
+    try:
+        target = urllib.parse.urlsplit(endpoint_url)
+        usual = target.scheme in ("http", "https") and target.hostname is not None and target.port != 0
+    except ValueError:
+        usual = False
+        target = urllib.parse.SplitResult("", endpoint_url, "", "", "")
+    if "@" in target.netloc:
+        # a password among it is not repeated
+        raise StoreAccessError("staging.endpoint_url holds credentials: write them into a profile, and name that one")
+    if not usual or target.query or target.fragment:
+        raise StoreAccessError(f"{address} is no URL of a store; write http(s)://HOST[:PORT][/PATH]")
+    return endpoint_url.rstrip("/")
 
 
 def _base64(digest: bytes) -> str:

@@ -44,6 +44,10 @@ def plan_staged_uploads(
     host, asked = source.host, _in_chunks(settings or Settings())
     if host is None:
         raise UsageError(f"{source.path} is on this machine, which asks nobody before it uploads")
+    if not store.takes_uploads:
+        raise UsageError(
+            f"{store.name} is below a path of its host, and an upload's approval names a host alone: leave out --upload"
+        )
     with open_reader(connector, source, approval) as reader:
         content = WholeFile(source, relayable(reader, source, reader.stat(source.path)))
     spans = spans_of(content.size, streams=1, range_bytes=asked.range_bytes)
@@ -83,6 +87,8 @@ def relay_staged(
     def _by_host(content: Content, through: ThroughOperator) -> ByHost | None:
         host = source.host
         if not isinstance(content, WholeFile) or host is None or (host.protected and uploads is None):
+            return None
+        if not store.takes_uploads:
             return None
         approvals = () if uploads is None else uploads.approvals
         return ByHost(connector, host, content, store, approvals=approvals, otherwise=through, rate=asked.bandwidth)

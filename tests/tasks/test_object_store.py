@@ -3,6 +3,7 @@
 import datetime
 import hashlib
 import logging
+import re
 import threading
 import urllib.error
 import urllib.request
@@ -230,10 +231,37 @@ def test_place_is_read_and_shown() -> None:
     assert (place.bucket, place.key, str(place)) == ("dflash", "step 1/model.pt", "s3://dflash/step 1/model.pt")
 
 
-def test_endpoint_that_is_no_url_is_named() -> None:
-    staging = Staging(kind="s3", bucket="b", endpoint_url="localhost:9000")
-    with pytest.raises(StoreAccessError, match="is no URL"):
-        ObjectStore(staging).presign_get("key")
+@pytest.mark.parametrize(
+    "url",
+    [
+        "localhost:9000",
+        "",
+        "http://",
+        "ftp://h",
+        "http://h:port",
+        "http://h:0",
+        "http://[::1",
+        "http://h?a",
+        "http://h#a",
+    ],
+)
+def test_endpoint_that_is_no_url_is_named(url: str) -> None:
+    with pytest.raises(StoreAccessError, match=re.escape(f"{url!r} is no URL of a store; write http(s)://HOST")):
+        ObjectStore(Staging(kind="s3", bucket="b", endpoint_url=url))
+
+
+def test_password_in_an_endpoint_is_not_repeated() -> None:
+    with pytest.raises(StoreAccessError, match="holds credentials") as error:
+        ObjectStore(Staging(kind="s3", bucket="b", endpoint_url="http://user:s3cret@h"))
+    assert "s3cret" not in str(error.value)
+
+
+def test_endpoint_may_end_with_a_slash_and_one_with_a_path_takes_no_uploads_of_hosts(server: StoreServer) -> None:
+    slash = ObjectStore(server.staging(endpoint_url=f"{server.endpoint}/"))
+    assert (slash.name, slash.endpoint, slash.takes_uploads) == (f"{server.endpoint}/dflash", server.endpoint, True)
+    below = ObjectStore(server.staging(endpoint_url=f"{server.endpoint}/storage/s3/"))
+    assert below.presign_get("a").startswith(f"{server.endpoint}/storage/s3/dflash/a?")
+    assert not below.takes_uploads
 
 
 def assert_no_secret(text: str, server: StoreServer, *others: str) -> None:
