@@ -61,7 +61,7 @@ def trend(
     from dflash.progress import Phases
     from dflash.trend import read_trend
 
-    with Phases(1).phase("reports", one_line(f"reports below {folder}")) as progress:
+    with Phases(1).phase("reports", one_line(f"reports below {folder}"), unit="reports") as progress:
         found = read_trend(folder, progress)
     output = output or folder / "trend.html"
     write_page(output, trend_page(found, folder.resolve().name, base=_way(output, folder)))

@@ -125,8 +125,11 @@ def _measure_here(request: Request, phases: Phases, probes: Probes | None) -> tu
         taps = _tap_source(request)
         _require_fit(request, inputs)
 
+    written_in = "tokens" if server is None else "prompts"
     # in an event loop nothing may block: there the turn is awaited instead
-    with phases.phase("reference_completions", "reference completions", waits=server is None) as progress:
+    with phases.phase(
+        "reference_completions", "reference completions", unit=written_in, waits=server is None
+    ) as progress:
         turn = None if probes is None else partial(probes.turn, phases.say)
         written = [] if request.temperature else reference_completions(request, inputs, server, taps, progress, turn)
 
@@ -138,11 +141,13 @@ def _measure_here(request: Request, phases: Phases, probes: Probes | None) -> tu
         drafters = [build_drafter(one, device=device, dtype=dtype) for one in inputs.drafters]
         vocabulary = _vocabulary(request, inputs, written, taps)
 
-    with phases.phase("blocks", "blocks") as progress:
+    with phases.phase("blocks", "blocks", unit="tokens") as progress:
+        parts = [_part(progress, place, len(drafters)) for place in range(len(drafters))]
+        each = list(zip(drafters, parts, strict=True))
         if request.mode == "decode":
-            results = [_decode(request, inputs, written, one, loaded_target(taps), progress) for one in drafters]
+            results = [_decode(request, inputs, written, one, loaded_target(taps), part) for one, part in each]
         else:
-            results = [_replay(request, inputs, written, tapped, one, vocabulary, progress) for one in drafters]
+            results = [_replay(request, inputs, written, tapped, one, vocabulary, part) for one, part in each]
         ours, theirs = results[0], results[1] if len(results) > 1 else None
         evidence = Evidence(
             checkpoint=inputs.checkpoint,
@@ -192,7 +197,7 @@ def _measure_served(request: Request, phases: Phases) -> tuple[Report, list[Roun
         facts = StreamedTaps.open(request.target, kernel="torch").facts
         facts = facts.model_copy(update={"kernel": "the server's", "dtype": "the server's"})
 
-    with phases.phase("served", f"prompts through {server.url}") as progress:
+    with phases.phase("served", f"prompts through {server.url}", unit="prompts") as progress:
         result = served.measure_served(
             server,
             list(zip(inputs.ids, inputs.prompts, strict=True)),
@@ -282,6 +287,11 @@ def _tap(
     return taps.tap(ids, inputs.layer_ids, progress=progress)
 
 
+def _part(progress: Callable[[int, int], None], place: int, parts: int) -> Callable[[int, int], None]:
+    """Progress of the ``place``-th of so many parts of a phase, all as long as this one."""
+    return lambda done, total: progress(place * total + done, parts * total)
+
+
 def _vocabulary(
     request: Request, inputs: Inputs, written: Sequence[Completion], taps: CachedTaps
 ) -> Target | SlicedVocabulary:
@@ -331,7 +341,7 @@ def _decode(
         end=frozenset() if request.ignore_eos else target.eos_token_ids,
         sampler=sampler,
         max_blocks=request.max_blocks,
-        progress=progress,
+        progress=_part(progress, 0, 2),
     )
     equal = None
     if request.temperature == 0:
@@ -343,7 +353,7 @@ def _decode(
             stopped=request.max_blocks is not None,
         )
         equal = (result.prompts, result.check)
-    walked = _walk(request, drafter, target, decoding.texts, lambda done, total: None)
+    walked = _walk(request, drafter, target, decoding.texts, _part(progress, 1, 2))
     sampled = bool(request.temperature) and request.sampler == "rejection"
     return Measured(decoding.texts, decoding.rounds, walked, None, equal, decoding.times, sampled)
 

@@ -84,10 +84,12 @@ def regenerate(asked: Regeneration, phases: Phases) -> Regenerated:
     tokenizer = load_tokenizer(str(asked.target))
     server = completions.connect(asked.server, asked.model)
     store = _store(asked, server)
-    with phases.phase("completions", f"completions of {len(prompts)} prompts from {asked.server}") as report:
+    with phases.phase(
+        "completions", f"completions of {len(prompts)} prompts from {asked.server}", unit="prompts"
+    ) as report:
         texts = _Texts(prompts, tokenizer, asked.thinking)
         asyncio.run(_complete(asked, server, texts, store, report))
-    with phases.phase("writing", f"writing {asked.output}") as report:
+    with phases.phase("writing", f"writing {asked.output}", unit="samples") as report:
         return _write(asked, texts, store, replaced, report)
 
 
