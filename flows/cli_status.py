@@ -16,11 +16,15 @@ from flows.status import GrantRow, HostRow, Number, Queue, RunRow, Status, Unfin
 from flows.terminal import AsJson, HostsFile, console, listing
 from tasks import inventory
 from tasks.actions import escape, said
+from tasks.audit import show_time
 from tasks.ledger import Watch
 from tasks.quantities import show_duration
 
 EVERY_SECONDS = 2.0
-PLACE_WIDTH, MOST_FAILED, MOST_UNFINISHED = 40, 3, 3
+WIDTH, NARROW = 80, 72
+PLACE_WIDTH, LEAST_PLACE, BESIDE_PLACE = 40, 16, 40
+"""Of a path or a run: the most columns, the fewest, and what stands beside it."""
+MOST_FAILED, MOST_UNFINISHED = 3, 3
 
 
 def status(
@@ -30,42 +34,52 @@ def status(
 ) -> None:
     """Show what is watched, what runs, the last numbers, and which grants run out; no host is asked."""
     known = inventory.load(hosts)
+    terminal = console()
     if as_json:
         typer.echo(json.dumps(gathered.gather(known).as_json()))
     elif watch:
         with (
             suppress(KeyboardInterrupt),  # that is how it ends
-            Live(screen(gathered.gather(known)), console=console(), auto_refresh=False) as live,
+            Live(screen(gathered.gather(known), terminal.width), console=terminal, auto_refresh=False) as live,
         ):
             while True:
                 time.sleep(EVERY_SECONDS)
-                live.update(screen(gathered.gather(known)), refresh=True)
+                terminal.width = console().width  # somebody may have made the window narrower
+                live.update(screen(gathered.gather(known), terminal.width), refresh=True)
     else:
-        console().print(screen(gathered.gather(known)))
+        terminal.print(screen(gathered.gather(known), terminal.width))
 
 
-def screen(found: Status) -> RenderableType:
-    """``found`` as text for a terminal of 80 columns."""
+def screen(found: Status, width: int = WIDTH) -> RenderableType:
+    """``found`` as text for a terminal of ``width`` columns; what somebody has to see to stands above the numbers."""
     now = found.time
+    place = max(LEAST_PLACE, min(PLACE_WIDTH, width - BESIDE_PLACE))
     parts: list[RenderableType] = [
-        _hosts(found.hosts, now),
-        _titled("watches", _watches(found.watches, now) if found.watches else Text("none: no standing approval")),
-        _titled("queue", _queue(found.queue, now)),
+        Text(f"as of {show_time(now)}", "dim"),
+        _hosts(found.hosts, now, narrow=width < NARROW),
+        _titled("watches", _watches(found.watches, now) if found.watches else Text(NO_WATCH)),
+        _titled("grants", _grants(found.grants, now, place) if found.grants else Text("no standing approval")),
+        _titled("queue", _queue(found.queue, now, place)),
         _titled("checkpoints", _checkpoints(found.checkpoints)),
     ]
     if found.numbers:
-        parts.append(_numbers(found.numbers, now))
+        parts.append(_numbers(found.numbers, now, narrow=width < NARROW))
     if found.unfinished:
-        parts.append(_titled("not whole", _unfinished(found.unfinished, now)))
-    parts.append(_titled("grants", _grants(found.grants, now) if found.grants else Text("no standing approval")))
+        parts.append(_titled("not whole", _unfinished(found.unfinished, now, place)))
     return Group(*parts)
 
 
-def _hosts(hosts: list[HostRow], now: float) -> Table:
-    table = listing("host", "role", "address", "known of it", "ago", folded="known of it")
+NO_WATCH = "none: dflash-ops guard standing request HOST:/FOLDER asks to look into one"
+NO_SERVE = "; dflash-ops serve starts it"
+NO_CHECKPOINT = "none evaluated yet: dflash-ops evaluate HOST:/PATH measures one"
+
+
+def _hosts(hosts: list[HostRow], now: float, *, narrow: bool) -> Table:
+    table = listing("host", "role", *(() if narrow else ("address",)), "known of it", "ago", folded="known of it")
     for host in hosts:
-        role = f"{host.role}, protected" if host.protected else host.role
-        table.add_row(*map(Text, (host.name, role, host.address, said(host.known), _ago(host.since, now))))
+        role = f"{host.role}, protected" if host.protected and not narrow else host.role
+        cells = (host.name, role, *(() if narrow else (host.address,)), said(host.known), _ago(host.since, now))
+        table.add_row(*map(Text, cells))
     return table
 
 
@@ -80,41 +94,51 @@ def _watches(watches: list[Watch], now: float) -> RenderableType:
     return Group(*rows)
 
 
-def _queue(queue: Queue, now: float) -> RenderableType:
+def _queue(queue: Queue, now: float, place: int) -> RenderableType:
     where = "" if queue.api is None else f"{escape(queue.api.removesuffix('/api'))}: "
     if queue.problem:
-        return Text(f"{where}{said(queue.problem)}", "red")
+        return Text(f"{where}{said(queue.problem)}{NO_SERVE if queue.api is None else ''}", "red")
     table = _plain()
     for run in queue.going:
-        table.add_row(Text(run.state, "green"), Text(_end(run.name)), Text(f"for {_ago(run.since, now)}"))
+        table.add_row(Text(run.state, "green"), Text(_end(run.name, place)), Text(f"for {_ago(run.since, now)}"))
     for run in queue.waiting:
-        table.add_row(Text(run.state, "yellow"), Text(_end(run.name)), Text(f"due for {_ago(run.since, now)}"))
+        table.add_row(Text(run.state, "yellow"), Text(_end(run.name, place)), Text(f"due for {_ago(run.since, now)}"))
     if queue.next is not None:
-        table.add_row(Text("next"), Text(_end(queue.next.name)), Text(_until(queue.next, now)))
-    for run in queue.failed[:MOST_FAILED]:
-        why = Text(f"{_ago(run.since, now)} ago: {said(run.message)}")
-        table.add_row(Text(run.state, "bold red"), Text(_end(run.name)), why)
-    return Group(Text(f"{where}{len(queue.going)} running, {len(queue.waiting)} waiting"), table)
+        table.add_row(Text("next"), Text(_end(queue.next.name, place)), Text(_until(queue.next, now)))
+    failed = [
+        Text.assemble(
+            (run.state, "bold red"), f"  {_end(run.name, PLACE_WIDTH)}  {_ago(run.since, now)} ago: {said(run.message)}"
+        )
+        for run in queue.failed[:MOST_FAILED]
+    ]
+    return Group(Text(f"{where}{len(queue.going)} running, {len(queue.waiting)} waiting"), table, *failed)
 
 
 def _checkpoints(suites: dict[str, dict[str, int]]) -> RenderableType:
-    table = _plain()
-    for suite, states in suites.items():
-        counted = ", ".join(f"{count} {state}" for state, count in states.items() if count)
-        table.add_row(Text(f"suite {suite[:8]}"), Text(""), Text(counted))
-    return table if suites else Text("none evaluated yet")
+    rows = [
+        Text(f"suite {suite[:8]}  {', '.join(f'{count} {state}' for state, count in states.items() if count)}")
+        for suite, states in suites.items()
+    ]
+    return Group(*rows) if rows else Text(NO_CHECKPOINT)
 
 
-def _numbers(numbers: list[Number], now: float) -> Table:
-    table = listing("step", "τ", "95 %", "on", "ago", "checkpoint", folded="checkpoint")
+def _numbers(numbers: list[Number], now: float, *, narrow: bool) -> RenderableType:
+    """A table of them, and below it why those have no number that have none, as wide as the screen is."""
+    table = listing("step", "τ", "95 %", *(() if narrow else ("on",)), "ago", "checkpoint", folded="checkpoint")
+    reasons: list[Text] = []
     for number in numbers:
         step = "–" if number.step is None else str(number.step)
+        good = number.state == "evaluated"
         tau = number.state if number.tau is None else f"{number.tau:.3f}"
         ends = "–" if number.ci95 is None else f"{number.ci95[0]:.2f} … {number.ci95[1]:.2f}"
-        why = "" if number.state == "evaluated" else f"\n{number.state}: {said(number.message)}{_again(number, now)}"
-        cells = (step, tau, ends, number.on or "–", _ago(number.updated, now), _end(number.place, 32) + why)
-        table.add_row(*map(Text, cells))
-    return table
+        on = () if narrow else (Text(number.on or "–"),)
+        ago, place = _ago(number.updated, now), _end(number.place, 20 if narrow else 32)
+        table.add_row(Text(step), Text(tau, "" if good else "bold red"), Text(ends), *on, Text(ago), Text(place))
+        if not good:
+            which = place if number.step is None else f"step {step}"
+            why = number.message if number.state == "invalid" else f"{number.state}: {number.message}"
+            reasons.append(Text(f"{which} {said(why)}{_again(number, now)}"))
+    return Group(table, *reasons, *([Text("")] if reasons else []))
 
 
 def _again(number: Number, now: float) -> str:
@@ -125,20 +149,21 @@ def _again(number: Number, now: float) -> str:
     return f"; it is tried again {_in(number.again, now)}"
 
 
-def _unfinished(found: list[Unfinished], now: float) -> Table:
-    table = _plain()
-    for one in found[:MOST_UNFINISHED]:
-        table.add_row(Text(_end(one.place)), Text(f"looked {_ago(one.since, now)} ago"), Text(said(one.reason)))
+def _unfinished(found: list[Unfinished], now: float, place: int) -> RenderableType:
+    rows = [
+        Text(f"{_end(one.place, place)}  looked {_ago(one.since, now)} ago  {said(one.reason)}")
+        for one in found[:MOST_UNFINISHED]
+    ]
     if len(found) > MOST_UNFINISHED:
-        table.add_row(Text(f"and {len(found) - MOST_UNFINISHED} more"))
-    return table
+        rows.append(Text(f"and {len(found) - MOST_UNFINISHED} more"))
+    return Group(*rows)
 
 
-def _grants(grants: list[GrantRow], now: float) -> Table:
+def _grants(grants: list[GrantRow], now: float, place: int) -> Table:
     table = _plain()
     for grant in grants:
         left = f"ends in {show_duration(max(0, grant.not_after - now))}"
-        where = _end(f"{grant.host}:{grant.where}")
+        where = _end(f"{grant.host}:{grant.where}", place)
         table.add_row(Text(grant.id), Text(where), Text(left, "bold red" if grant.ends_soon else ""))
     return table
 
@@ -155,7 +180,7 @@ def _plain() -> Table:
     return table
 
 
-def _end(text: str, width: int = PLACE_WIDTH) -> str:
+def _end(text: str, width: int) -> str:
     """``text`` shortened at its start: the end of a path tells more."""
     shown = escape(text)
     return shown if len(shown) <= width else f"…{shown[len(shown) - width + 1 :]}"

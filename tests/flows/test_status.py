@@ -14,7 +14,7 @@ from flows import status
 from flows.cli import app
 from flows.cli_status import screen
 from flows.prefect_home import forget_serving, record_serving
-from flows.status import GrantRow, HostRow, Queue, RunRow, Status
+from flows.status import GrantRow, HostRow, Number, Queue, RunRow, Status
 from flows.watching import PrefectUnreachableError
 from tasks import watcher
 from tasks.inventory import load
@@ -48,9 +48,9 @@ def gathered() -> Status:
     return status.gather(load(REPOSITORY / "hosts.yaml"), clock=lambda: NOW + 60)
 
 
-def shown(found: Status) -> str:
-    terminal = Console(width=80, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
-    terminal.print(screen(found))
+def shown(found: Status, width: int = 80) -> str:
+    terminal = Console(width=width, record=True, file=open("/dev/null", "w"), highlight=False)  # noqa: SIM115
+    terminal.print(screen(found, width))
     return terminal.export_text()
 
 
@@ -191,13 +191,15 @@ def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
         [Watch("kpro6:/workspace/dflash/checkpoints", "GrantEnded", message="approve it: dflash-ops guard approve a1")],
         Queue("http://127.0.0.1:4200/api", "", going, [], RunRow("nightly", "Scheduled", NOW + 3600)),
         {SUITE: {"evaluated": 1000}},
-        [],
+        [Number("kpro6:/w/step_1", 1, "invalid", None, None, "ct129", None, "not valid: fc-shape", NOW)],
         grants,
     )
     text = shown(found)
     lines = text.splitlines()
     assert len(lines) <= 40
     assert all(len(line) <= 80 for line in lines)
+    assert "step 1 not valid: fc-shape" in text
+    assert text.index("ends in") < text.index("queue"), "what runs out is not below the lower edge of a small window"
     for said in (
         "GrantEnded",
         "dflash-ops guard approve a1",
@@ -206,6 +208,30 @@ def test_it_fits_one_screen_and_shows_what_runs_out() -> None:
         "in 59",
         "1000 evaluated",
     ):
+        assert said in text
+
+
+def test_in_a_narrow_window_no_word_is_broken_and_no_figure_lost() -> None:
+    place = "kpro6:/workspace/dflash/checkpoints/step_20000"
+    failed = RunRow(f"evaluate {place}", "Failed", NOW, "the host ran out of memory")
+    found = Status(
+        NOW + 60,
+        [HostRow("ct129", "inference", "10.1.230.172", False, "last evaluation: evaluated", NOW)],
+        [],
+        Queue("http://127.0.0.1:4200/api", "", [RunRow(f"evaluate {place}", "Running", NOW)], failed=[failed]),
+        {},
+        [Number(place, 20000, "evaluated", 3.581, (3.4, 3.8), "ct129", None, "", NOW)],
+        [],
+    )
+    text = shown(found, 60)
+    assert all(len(line) <= 60 for line in text.splitlines())
+    for said in ("last evaluation: evaluated", "for 1m", "3.581", "3.40 … 3.80", "step_20000", "ran out", "memory"):
+        assert said in text
+
+
+def test_with_nothing_yet_it_says_how_to_begin() -> None:
+    text = shown(Status(NOW, [], [], Queue(None, "no dflash-ops serve runs over this state folder"), {}, [], []))
+    for said in ("guard standing request HOST:/FOLDER", "dflash-ops serve starts it", "dflash-ops evaluate HOST:/PATH"):
         assert said in text
 
 
