@@ -24,6 +24,7 @@ from tasks.transfer import (
     Progress,
     Receiver,
     SourceChangedError,
+    StoredOtherwiseError,
     TransferError,
 )
 
@@ -149,7 +150,11 @@ class _Fetching:
             receiver.discard()
             raise
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self._journal.spans]
-        sha256 = receiver.commit(ranges, record, reread=self._settings.reread)
+        try:
+            sha256 = receiver.commit(ranges, record, reread=self._settings.reread)
+        except StoredOtherwiseError:
+            self._journal.begin_anew()
+            raise
         self._journal.remove()
         return sha256
 

@@ -83,7 +83,7 @@ class Several(Receiver):
                 receiver.join(self._own(path, own), size, transfer)
                 self._active.append(receiver)
 
-    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int]] = ()) -> None:
+    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int, str]] = ()) -> None:
         # before anything else is said, all of the range before has gone to all
         self.close()
         for receiver in self._active:
@@ -112,9 +112,13 @@ class Several(Receiver):
         reread: bool,
         expected: str | None = None,
     ) -> str:
-        return _agreed(
-            [receiver.commit(ranges, sidecar, reread=reread, expected=expected) for receiver in self._active]
-        )
+        digests = [receiver.commit(ranges, sidecar, reread=reread, expected=expected) for receiver in self._active]
+        if _agreed(digests) == DIFFERENT:
+            raise TransferError(
+                "the destinations took different digests of what they were sent alike: look at their memory, and relay "
+                "it again with --verify reread"
+            )
+        return digests[0]
 
     def discard(self) -> None:
         for receiver in self._active:

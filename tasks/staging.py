@@ -23,7 +23,7 @@ from tasks.staged_leftovers import chunk_prefix, forget, remember, sweep
 from tasks.staged_senders import Sender, key_of, missing_spans
 from tasks.store_errors import StoreBusyError, StoreError
 from tasks.streams import FIRST_PAUSE, LONGEST_PAUSE, Transfer, is_lost_link, is_of_changed_source
-from tasks.transfer import FetchError, Opened, Receiver, ReceiverLostError, TransferError
+from tasks.transfer import FetchError, Opened, Receiver, StoredOtherwiseError, TransferError
 
 CHUNK_BYTES = 64 << 20
 MOST_WAITING = 2
@@ -191,9 +191,8 @@ class StagedTransfer:
             sha256 = receiver.commit(
                 ranges, self._sidecar(), reread=self.transfer.reread, expected=self.transfer.expected
             )
-        except TransferError as error:
-            if self.transfer.reread and not isinstance(error, ReceiverLostError):
-                self.journal.begin_anew()
+        except StoredOtherwiseError:
+            self.journal.begin_anew()
             raise
         self.journal.remove()
         return sha256

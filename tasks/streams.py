@@ -33,6 +33,7 @@ from tasks.transfer import (
     ReceiverLostError,
     SinkClosedError,
     SourceChangedError,
+    StoredOtherwiseError,
     TransferError,
 )
 
@@ -107,7 +108,7 @@ class Transfer:
         self._lock = threading.Lock()
         self._waiting: deque[Span] = deque()
         self._in_hands = 0
-        self._by_others: list[tuple[int, int]] = []
+        self._by_others: list[tuple[int, int, str]] = []
         self._failure: DFlashError | None = None
         self._helpers: list[threading.Thread] = []
         self._under_way: set[Reader | Receiver] = set()
@@ -176,7 +177,8 @@ class Transfer:
                 else:
                     self.journal.lost(span)
         with self._lock:
-            self._by_others = [(span.offset, span.length) for span in self.journal.spans if span.stored]
+            stored = [span for span in self.journal.spans if span.stored]
+            self._by_others = [(span.offset, span.length, span.sha256 or "") for span in stored]
         if not self._helpers_at_work():
             self._waiting = deque(span for span in self.journal.spans if not span.stored)
             self._moved_bytes = sum(span.length for span in self.journal.spans if span.stored)
@@ -195,9 +197,8 @@ class Transfer:
         ranges = [(span.offset, span.length, span.sha256 or "") for span in self.journal.spans]
         try:
             sha256 = receiver.commit(ranges, self.sidecar, reread=self.reread, expected=self.expected)
-        except TransferError as error:
-            if self.reread and not isinstance(error, ReceiverLostError):
-                self.journal.begin_anew()
+        except StoredOtherwiseError:
+            self.journal.begin_anew()
             raise
         return self._done(sha256)
 
@@ -294,7 +295,7 @@ class Transfer:
         return fair and behind < AHEAD_BYTES and len(taken) <= MOST_AHEAD
 
     def _send(self, session: Reader, receiver: Receiver, span: Span, *, leading: bool) -> None:
-        others: list[tuple[int, int]] = []
+        others: list[tuple[int, int, str]] = []
         if leading:
             with self._lock:
                 others, self._by_others = self._by_others, []
@@ -321,7 +322,7 @@ class Transfer:
         self._stored_ranges += 1
         if not leading:
             with self._lock:
-                self._by_others.append((span.offset, span.length))
+                self._by_others.append((span.offset, span.length, ""))
 
     def _give_back(self, spans: Sequence[Span]) -> None:
         with self._lock:

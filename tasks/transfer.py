@@ -74,6 +74,10 @@ class DestinationDeniedError(ReceiverError):
     state_name = "DestinationNotWritable"
 
 
+class StoredOtherwiseError(ReceiverError):
+    """What was confirmed is not on the destination's disk any more; all of it has to move again."""
+
+
 class ReceiverLostError(ReceiverError):
     """The receiver's process ended without a word; another session can go on."""
 
@@ -189,10 +193,11 @@ class Receiver:
         """Take part in a transfer that another session has open."""
         self._ask(verb="join", path=path, size=size, transfer=transfer)
 
-    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int]] = ()) -> None:
+    def begin(self, offset: int, length: int, others: Sequence[tuple[int, int, str]] = ()) -> None:
         """Announce ``length`` bytes for ``offset``, which go into :attr:`sink` at once.
 
-        ``others`` are ranges that other sessions have stored since this one's last was announced.
+        ``others`` are ranges that other sessions have stored since this one's last was announced; one with a sha256 is
+        held to it.
         """
         told = {"others": others} if others else {}
         self._send(verb="write", offset=offset, length=length, **told)
@@ -273,7 +278,7 @@ class Receiver:
             message, kind = str(reply["message"]), str(reply.get("kind"))
         except (ValueError, KeyError, TypeError, RecursionError):
             raise ReceiverError(f"{self._place}: the receiver answered {line[:60]!r}: relay it again") from None
-        kinds = {"full": DestinationFullError, "denied": DestinationDeniedError}
+        kinds = {"full": DestinationFullError, "denied": DestinationDeniedError, "damaged": StoredOtherwiseError}
         raise kinds.get(kind, ReceiverError)(f"{self._place}: {said(message)}")
 
     def _explained(self, code: int | None) -> DFlashError:

@@ -23,6 +23,13 @@ class NoRoomError(ReceiveError):
     """The disk is full, or would be."""
 
 
+class DamagedError(ReceiveError):
+    """What was stored, and confirmed, is not there any more."""
+
+    def __init__(self, path: str, offset: int, length: int) -> None:
+        super().__init__(f"{length} bytes of {path!r} at {offset} are not on the disk as they came: relay it again")
+
+
 def lock_holder(fd: int) -> int:
     """The process that holds the lock on ``fd``; this one when none does."""
     asked = struct.pack(FLOCK, fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
@@ -83,10 +90,12 @@ def start_writeback(fd: int, offset: int, length: int) -> None:
 
 
 def kind_of(error: Exception) -> str | None:
-    """``full`` or ``denied``, where somebody has to see to the disk or to its rights."""
+    """``full`` or ``denied``, where somebody has to see to the disk or to its rights; ``damaged`` where it is wrong."""
     code = error.errno if isinstance(error, OSError) else None
     if isinstance(error, NoRoomError) or code in (errno.ENOSPC, errno.EDQUOT):
         return "full"
+    if isinstance(error, DamagedError):
+        return "damaged"
     return "denied" if code in (errno.EROFS, errno.EACCES, errno.EPERM) else None
 
 

@@ -22,8 +22,9 @@ with ``"sha256": null, "status", "message"``. What was received stays as ``.<nam
 name, for the same transfer to go on with; ``fresh`` says that there was nothing. ``committed`` is the file's sha256
 when it is there already: another transfer of what is ``about`` the same brought it, or this one did and only the answer
 got lost. ``expected`` is the sha256 that the source says it has.
-``others`` are ranges, as [offset, length], that other sessions have stored since the last request: the session that
-opened the transfer takes the whole file's digest behind all of them, so that little of it is left for the end.
+``others`` are ranges, as [offset, length, sha256], that other sessions have stored since the last request: the session
+that opened the transfer takes the whole file's digest behind all of them, so that little of it is left for the end.
+Where a sha256 is given, of what an earlier run stored, the range must still have it.
 
 The session that opened a transfer holds a lock on its file. That tells what a dead transfer left, which the next one of
 that name removes, from what is written now. ``transfer`` is known to one sender alone, so a session that still holds
@@ -48,6 +49,7 @@ from typing import Any
 
 from deploy.relay.company import SIDECAR, require_alone, told_by
 from deploy.relay.disk import (
+    DamagedError,
     NoRoomError,
     ReceiveError,
     explained,
@@ -82,7 +84,7 @@ class Part:
             raise ReceiveError(f"{transfer!r} is not the id of a transfer")
         self.temporary = os.path.join(self.directory, f".{self.name}.part-{transfer}")
         self.fd = -1
-        self.whole = Whole(self.feed)
+        self.whole = Whole(self.feed, self.damaged)
 
     def committed(self) -> str | None:
         """The sha256 of the file under its final name when that is what is to be brought and still whole."""
@@ -93,7 +95,7 @@ class Part:
                 os.replace(written, self.path + SIDECAR)
                 sync_folder(self.directory)
             return self.whole.hexdigest()
-        self.whole = Whole(self.feed)
+        self.whole = Whole(self.feed, self.damaged)
         return None
 
     def _is_described_by(self, sidecar: str) -> bool:
@@ -105,7 +107,7 @@ class Part:
         with contextlib.suppress(OSError), opened_file(self.path) as self.fd:
             if os.fstat(self.fd).st_size != self.size:
                 return False
-            self.whole = Whole(self.feed)
+            self.whole = Whole(self.feed, self.damaged)
             return bool(self.whole.finish(self.size) == fields.get("sha256"))
         return False
 
@@ -145,11 +147,11 @@ class Part:
         if os.fstat(self.fd).st_size != self.size:
             raise ReceiveError(f"{self.temporary!r} has another size than it was opened with: relay it again")
 
-    def write(self, offset: int, length: int, read: Read, others: Sequence[Sequence[int]] = ()) -> str:
+    def write(self, offset: int, length: int, read: Read, others: Sequence[Sequence[Any]] = ()) -> str:
         """Store ``length`` bytes of ``read`` durably from ``offset`` on and return their sha256."""
         self._check_span(offset, length)
         for span in others:
-            self._check_span(*span)
+            self._check_span(*span[:2])
         self.whole.begin(offset, length, others)
         digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))
         at, end, flushed = offset, offset + length, offset
@@ -170,6 +172,9 @@ class Part:
         self.whole.stored(offset, length)
         return digest.hexdigest()
 
+    def damaged(self, offset: int, length: int) -> DamagedError:
+        return DamagedError(self.path, offset, length)
+
     def hash(self, offset: int, length: int) -> str:
         self._check_span(offset, length)
         digest = hashlib.sha256()
@@ -183,13 +188,8 @@ class Part:
         os.fsync(self.fd)
         if reread:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
-            for offset, length, sha256 in ranges:
-                if self.hash(offset, length) != sha256:
-                    raise ReceiveError(
-                        f"{length} bytes of {self.path!r} at {offset} are not on the disk as they came: relay it again"
-                    )
             self.whole.forget()
-        sha256 = self.whole.finish(self.size)
+        sha256 = self.whole.finish(self.size, ranges)
         if expected not in (None, sha256):
             self.discard()
             raise ReceiveError(

@@ -92,7 +92,7 @@ def test_digest_is_taken_behind_what_other_sessions_store(destination: Open, ord
     first.begin()
     second.send({"verb": "join", "path": str(second.directory / "file"), "size": len(CONTENT), "transfer": FIRST})
     second.reply()
-    told: list[list[int]] = []
+    told: list[list[object]] = []
     for count, number in enumerate(order):
         offset, content = number * THIRD, CONTENT[number * THIRD : (number + 1) * THIRD]
         if count % 2:
@@ -121,3 +121,27 @@ def test_range_of_another_session_that_is_not_in_the_file_is_refused(there: Dest
     there.begin()
     there.send({"verb": "write", "offset": 0, "length": 1, "others": [[len(CONTENT), 1]]})
     assert "are not inside the 1280000" in there.reply()["message"]
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["before it is needed", "at the end"])
+@pytest.mark.parametrize("spoilt", [False, True])
+def test_what_an_earlier_session_stored_must_still_be_there(destination: Open, told: bool, spoilt: bool) -> None:
+    first, second, half = destination(), destination(), len(CONTENT) // 2
+    first.begin()
+    ranges = [[0, half, first.write(CONTENT[:half])["sha256"]]]
+    first.end()
+    with (first.directory / f".file.part-{FIRST}").open("r+b") as part:
+        part.write(b"\xff" if spoilt else CONTENT[:1])
+    assert second.open() == {"ok": True, "committed": None, "fresh": False}
+    second.send({"verb": "write", "offset": half, "length": half, "others": ranges if told else []})
+    second.send(CONTENT[half:])
+    reply = second.commit([*ranges, [half, half, second.reply()["sha256"]]])
+    if not spoilt:
+        assert reply == {"ok": True, "sha256": DIGEST}
+        return
+    assert (reply["kind"], f"{half} bytes of" in reply["message"], " at 0 are not" in reply["message"]) == (
+        "damaged",
+        True,
+        True,
+    )
+    assert second.names() == [f".file.part-{FIRST}"]

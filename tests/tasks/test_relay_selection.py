@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +21,8 @@ from tasks.inventory import Location
 from tasks.relay import RelayResult, Settings, estimate, plan_relay, relay
 from tasks.relayable import look
 from tasks.selection import What
-from tasks.transfer import Receiver, SourceChangedError
+from tasks.several import Several
+from tasks.transfer import Receiver, SourceChangedError, StoredOtherwiseError, TransferError
 from tests.sshds import Operator
 from tests.tasks.selections import adam, assert_equal, weights
 
@@ -154,6 +156,24 @@ def test_interrupted_relay_goes_on_with_the_records_that_are_missing(
     assert 0 < rest.moved < 0.5 * rest.bytes
     assert rest.sha256 == whole.sha256
     assert_equal(load_file(tmp_path / "there" / "model.safetensors"), weights(prefix=""))
+
+
+def test_what_arrived_and_was_changed_since_is_found_and_moves_again(checkpoint: Path, tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        if done > total * 0.5:
+            raise KeyboardInterrupt
+
+    there = tmp_path / "there" / "step_7.pt"
+    with pytest.raises(KeyboardInterrupt):
+        relay_here(checkpoint, there, "all", range_bytes=100_000, progress=interrupt)
+    (part,) = there.parent.iterdir()
+    with part.open("r+b") as file:
+        file.write(b"spoilt")
+    with pytest.raises(StoredOtherwiseError, match=r"100000 bytes .* at 0 are not on the disk as they came"):
+        relay_here(checkpoint, there, "all", range_bytes=100_000)
+    assert list(there.parent.iterdir()) == [part]
+    assert relay_here(checkpoint, there, "all", range_bytes=100_000).moved == checkpoint.stat().st_size
+    assert there.read_bytes() == checkpoint.read_bytes()
 
 
 @pytest.mark.parametrize("change", [lambda file: os.utime(file, (0, 0)), os.unlink], ids=["rewritten", "deleted"])
@@ -409,3 +429,12 @@ def test_interrupted_relay_to_several_goes_on(checkpoint: Path, tmp_path: Path) 
     rest = relay_to_both(checkpoint, tmp_path)
     assert 0 < rest.moved < 0.5 * rest.bytes
     assert_equal(load_file(tmp_path / "second" / "model.safetensors"), weights(prefix=""))
+
+
+def test_destinations_that_end_with_different_files_are_no_success() -> None:
+    ends: list[Any] = [
+        SimpleNamespace(commit=lambda *_, digest=digest, **__: digest) for digest in ("a" * 64, "b" * 64)
+    ]
+    with pytest.raises(TransferError, match="took different digests"):
+        Several(ends, ["/a", "/b"]).commit([], {}, reread=False)
+    assert Several(ends[:1] * 2, ["/a", "/b"]).commit([], {}, reread=False) == "a" * 64
