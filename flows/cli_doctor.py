@@ -10,7 +10,18 @@ from rich.text import Text
 
 from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import DFlashError
-from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, open_store, show_plan, typed
+from flows.terminal import (
+    AsJson,
+    HostsFile,
+    PlanOnly,
+    asked_here,
+    console,
+    listing,
+    open_store,
+    say_progress,
+    show_plan,
+    typed,
+)
 from tasks.actions import escape
 from tasks.doctor_sessions import full_plan
 from tasks.finding import Finding
@@ -72,4 +83,4 @@ def _table(found: list[Finding]) -> Table:
 
 def _tell(row: str) -> None:
     if sys.stderr.isatty():
-        typer.echo(f"  {row} …", err=True)
+        say_progress(f"  {row} …")

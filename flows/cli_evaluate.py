@@ -152,11 +152,15 @@ def show_evaluations(done: "Sequence[Evaluation]") -> None:
 
     The last two columns are the top-1 streak (drafts only) as measured, and as the training logged it.
     """
+    from dflash.renderings import PAGE
+
+    reasons: list[str] = []
     table = listing("step", "τ", "95 %", "ref. τ", "differs by", "95 %", "streak", "logged", folded="τ")
     for report in (one.report for one in done):
         step = "–" if report.checkpoint.step is None else str(report.checkpoint.step)
         if not report.valid:
-            table.add_row(step, report.headline())
+            table.add_row(step, "[bold red]not valid[/]")
+            reasons.append(f"step {step}: {escape(report.headline())}")
             continue
         reference, compared = report.reference_metrics, report.comparison
         table.add_row(
@@ -170,8 +174,11 @@ def show_evaluations(done: "Sequence[Evaluation]") -> None:
             "–" if report.training is None or report.training.streak1 is None else f"{report.training.streak1:.2f}",
         )
     console().print(table)
+    for reason in reasons:
+        typer.echo(reason)
     for one in done:
-        typer.echo(f"{one.folder / 'report.md'}")
+        page = one.folder / PAGE
+        typer.echo(page if page.exists() else one.folder / "report.md")
 
 
 def _interval(ends: tuple[float, float] | None) -> str:

@@ -9,7 +9,7 @@ from rich.text import Text
 from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import UsageError
 from dflash.report import Check
-from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan
+from flows.terminal import AsJson, HostsFile, PlanOnly, asked_here, console, listing, show_plan, waiting
 from tasks import host_check, inventory
 from tasks.errors import Refused
 from tasks.facts import plan_facts
@@ -68,7 +68,8 @@ def check(
             return
         try:
             approved = None if needed is None else connector.store.require(needed, asked_here())
-            found[one.name] = host_check.check_host(connector, one, approved, asked)
+            with waiting(f"asking {one.name} what it is and has"):
+                found[one.name] = host_check.check_host(connector, one, approved, asked)
         except Refused as refusal:
             refusals.append(refusal)
     if as_json:

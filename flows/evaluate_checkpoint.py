@@ -4,7 +4,6 @@ Only order stands here. Every step is a function of ``tasks``; what a Prefect ru
 A run that is started again goes on where the last one stopped: the ledger names the attempt, the host has its job.
 """
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -24,7 +23,7 @@ from flows import events, pages, workers
 from flows.awaiting import awaiting_approval, require
 from flows.named_states import named_states
 from flows.prefect_home import forget_agent
-from flows.terminal import shown_progress
+from flows.terminal import say_progress, shown_progress
 from tasks import evaluating, evaluation
 from tasks.actions import escape
 from tasks.approvals import Approved
@@ -210,7 +209,7 @@ def evaluate_step(case: Case, host: Host, prepared: Prepared) -> Case:
 
     def show(line: str) -> None:
         log.info(line)
-        print(f"  {host.name} │ {line}", file=sys.stderr, flush=True)
+        say_progress(f"  {host.name} │ {line}")
 
     return evaluating.measure(case, host, prepared, show)
 

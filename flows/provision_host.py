@@ -5,7 +5,6 @@ changed; what was seen is remembered in between, so that the run which the appro
 """
 
 import re
-import sys
 from pathlib import Path
 
 from prefect import flow, task
@@ -15,7 +14,7 @@ from prefect.cache_policies import NO_CACHE
 from flows.awaiting import awaiting_approval, require
 from flows.named_states import named_states
 from flows.prefect_home import forget_agent
-from flows.terminal import shown_progress
+from flows.terminal import say_progress, shown_progress
 from tasks import provisioning
 from tasks.approvals import Approved
 from tasks.environments import ProfileName
@@ -101,4 +100,4 @@ def publish(environment: Environment, profile: ProfileName) -> None:
 
 def notice(text: str) -> None:
     """A line on stderr for whoever waits."""
-    print(f"  {text}", file=sys.stderr, flush=True)
+    say_progress(f"  {text}")

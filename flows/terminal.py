@@ -15,6 +15,7 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
+from rich.text import Text
 
 from dflash.command_line import is_quiet
 from dflash.errors import UsageError
@@ -155,6 +156,22 @@ def shown_progress(what: str) -> Iterator[Report]:
     with Progress(title, BarColumn(BAR_WIDTH), *columns, console=terminal) as bar:
         task = bar.add_task(name, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def waiting(what: str) -> Iterator[None]:
+    """Show at a terminal, on stderr, that ``what`` is being waited for; nothing when the command is to be quiet."""
+    if is_quiet() or not sys.stderr.isatty():
+        yield
+        return
+    with Console(stderr=True).status(Text(f"{escape(what)} …")):
+        yield
+
+
+def say_progress(line: str) -> None:
+    """A line on stderr about how far something is, for whoever waits; none when the command is to be quiet."""
+    if not is_quiet():
+        print(line, file=sys.stderr, flush=True)
 
 
 class _PlainProgress:
