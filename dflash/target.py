@@ -347,7 +347,8 @@ def misfit(
         return None
     return (
         f"target {path} does not fit {class_name}: {'; '.join(problems)}; the directory is incomplete or "
-        f"holds another model than its config.json says"
+        f"holds another model than its config.json says: copy it again, whole, or give the directory of the model that "
+        f"is meant"
     )
 
 

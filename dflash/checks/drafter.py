@@ -16,19 +16,22 @@ from dflash.report import Check
 
 SLOT_LIMIT = 4.0
 FEWEST_BLOCKS = 16
+_EVERY_TAP = ": train with exactly those, in the config, in the training code and in fc"
 
 
 def fc_shape(checkpoint: DrafterCheckpoint) -> Check:
     """``fc`` takes exactly taps × hidden columns."""
     config = checkpoint.config
     columns = checkpoint.weights["fc.weight"].shape[1]
+    right = columns == config.tap_width
     return verdict(
         "fc-shape",
-        columns == config.tap_width,
+        right,
         columns,
         config.tap_width,
         f"fc.weight takes {columns} columns; {len(config.target_layer_ids)} taps of {config.hidden_size} make "
-        f"{config.tap_width}",
+        f"{config.tap_width}"
+        + ("" if right else ": train with every tap, or mend target_layer_ids if the config names too many or too few"),
     )
 
 
@@ -47,12 +50,14 @@ def taps_as_reference(config: DrafterConfig, reference: DrafterConfig | None) ->
         theirs = reference.target_layer_ids
         if taps == theirs:
             return check(True, theirs, "the drafter reads the same target layers as the reference drafter")
-        return check(False, theirs, f"{_difference(taps, theirs)} compared with the reference drafter")
+        return check(False, theirs, f"{_difference(taps, theirs)} compared with the reference drafter{_EVERY_TAP}")
     if taps == rule:
         return check(True, rule, f"the taps follow round(1 + i(N-4)/(n-1)) for {len(taps)} taps of {layers} layers")
     wider = default_tap_ids(layers, len(taps) + 1)
     if set(taps) < set(wider):
-        return check(False, wider, f"{_difference(taps, wider)} compared with the rule for {len(wider)} taps")
+        return check(
+            False, wider, f"{_difference(taps, wider)} compared with the rule for {len(wider)} taps{_EVERY_TAP}"
+        )
     return check("warn", rule, "the taps follow no known rule; compare them with a released drafter by --reference")
 
 

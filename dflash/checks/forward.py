@@ -78,7 +78,8 @@ def context_strictly_before_anchor(
             False,
             control,
             "more than 0 before the anchor",
-            "replacing the state just before the anchor changes nothing: the drafter does not read its context",
+            "replacing the state just before the anchor changes nothing: the drafter does not read its context; look "
+            "for a mask that hides it, or for states that never reach the drafter",
         )
     return verdict(
         name,
@@ -180,7 +181,8 @@ def independent_forward(
             token = int(logits[slot].argmax())
             example = (
                 f"; first in prompt {one.prompt}, anchor {one.anchor}, slot {slot + 1}: {one.drafted[slot]} here, "
-                f"{token} there"
+                f"{token} there; look at context-strictly-before-anchor, position-ids and gqa, which name the usual "
+                f"reasons"
             )
     return verdict(
         "independent-forward",

@@ -226,9 +226,10 @@ def reference_agreement(
         counted += f"; {retokenized} completions came as text and were tokenised again"
     blame = (
         f"; worst is prompt {worst} with {shares[worst]:.1%}: another, quantised or fine-tuned model is served, it "
-        f"samples, or it thinks where the prompts do not"
+        f"samples, or it thinks where the prompts do not; serve the target that is loaded here, with its chat template"
         if completions_by != "target"
-        else f"; worst is prompt {worst} with {shares[worst]:.1%}: the target's decoding and its single pass differ"
+        else f"; worst is prompt {worst} with {shares[worst]:.1%}: the target's decoding and its single pass differ; "
+        f"look for another kernel or dtype in one of them, or measure again with an empty --cache"
     )
     return verdict(name, status, share, AGREEMENT, counted if status == "pass" else counted + blame)
 

@@ -147,7 +147,8 @@ def training_metric_replay(
         f"the trainer's figures come out again: {compared}; if fresh prompts are bad, the training is"
         if passed
         else f"{worst} does not come out as the trainer had it: {compared}; drafter, mask, positions, labels or loss "
-        f"differ between training and here, so the evaluation is wrong, or the batch was recorded with noise",
+        f"differ between training and here, so the evaluation is wrong, or the batch was recorded with noise: look "
+        f"which check beside this one fails, and record without noise, after the step",
     )
 
 

@@ -1,5 +1,6 @@
 """Each check passes on a clean pair and fails on the fault it is there to find, planted in what is measured."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,8 @@ from dflash.metrics import tau_pooled
 from tests.dflash.checks.bench import Bench, tiny_bench
 from tests.dflash.checks.injections import IN_THE_PATH, INJECTIONS, Injection, four_taps_of_five
 from tests.dflash.checks.mutate import mutate
+
+WHAT_TO_DO = re.compile(r"\b(look|load|give|take|train|compare|mend|expand|serve|copy|must|use|name)\b")
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +36,7 @@ def test_the_fault_is_found_and_only_the_fault(injection: Injection, benches: di
     clean, spoiled = injection.clean(benches[injection.pair]), injection.spoiled(benches[injection.pair])
     assert (clean.name, clean.status) == (injection.check, "pass"), clean.explanation
     assert (spoiled.name, spoiled.status) == (injection.check, "fail"), spoiled.explanation
+    assert WHAT_TO_DO.search(spoiled.explanation), spoiled.explanation
 
 
 @pytest.mark.slow
