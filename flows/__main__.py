@@ -1,7 +1,8 @@
 """Entry point of ``dflash-ops``. What takes long to import comes after Ctrl-C means a line and not a traceback."""
 
+import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from dflash.errors import run_cli
 
@@ -11,7 +12,13 @@ if TYPE_CHECKING:
 
 def main() -> None:
     """Run the command line and leave with its exit code."""
+    signal.signal(signal.SIGTERM, _end)
     run_cli(_run)
+
+
+def _end(*_: object) -> NoReturn:
+    """SIGTERM is what Ctrl-C is: what was begun is ended, such as a Prefect server of the command's own."""
+    raise KeyboardInterrupt
 
 
 def _run() -> None:

@@ -409,6 +409,8 @@ def step_in_words(step: dict[str, Any]) -> str:
             return f"installed {said(str(step.get('done')))} of {said(str(step.get('of')))} packages"
         case "verify":
             return f"verifying {said(str(step.get('what')))}"
+        case "mark":
+            return "marking it complete"
         case "switch":
             return f"current leads to {said(str(step.get('to')))} now"
         case "prune":

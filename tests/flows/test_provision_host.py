@@ -1,17 +1,23 @@
 """``provision-host`` as a real run: refused without an approval, then looked at, then changed, by one approval each."""
 
 import json
+import os
+import signal
+import socket
 import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from flows.cli import app
-from tasks import environments, provisioning
+from tasks import environments, process, provisioning
 from tasks.errors import Refused
 from tests.flows.conftest import Operator
-from tests.prefect_api import ask
+from tests.flows.stage import wait_until
+from tests.prefect_api import QUIET, REPOSITORY, ask
 from tests.wheelhouses import SMALL_PROFILE, SmallHouse
 
 RELEASE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -106,6 +112,48 @@ def test_the_command_says_what_it_would_do_does_it_and_finds_it_done(
     assert "was there already, nothing changed" in command()
     assert "nothing would change" in command("--plan")
     assert json.loads(command("--json").splitlines()[-1])["changed"] is False
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_signal_to_end_leaves_one_line_and_no_server_behind(provisioned: Operator, tmp_path: Path) -> None:
+    """Of a command that started a Prefect server for its run."""
+    kept = {name: value for name, value in os.environ.items() if name != "PREFECT_API_URL"}
+    argv = [sys.executable, "-m", "flows", "provision", "ct129", "--profile", "slim"]
+    # nobody answers pip there; with a password in it, it is no address for the host to see
+    mute = socket.create_server(("127.0.0.1", 0))
+    index = f"http://me:secret@127.0.0.1:{mute.getsockname()[1]}/simple"
+    env = {**kept, **QUIET, "PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": index, "PIP_TIMEOUT": "600"}
+    with (tmp_path / "said").open("wb") as said:
+        running = process.start(argv, env=env, cwd=REPOSITORY, stdout=said, stderr=said, start_new_session=True)
+
+    def servers() -> list[int]:
+        return [
+            pid for pid, of in process_environments() if str(provisioned.folder).encode() in of and pid != running.pid
+        ]
+
+    try:
+        wait_until(
+            lambda: b"choosing the wheels" in (tmp_path / "said").read_bytes() or running.poll() is not None, 300
+        )
+        assert servers()
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(60) == 130
+        wait_until(lambda: not servers(), 60)
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        running.wait()
+        mute.close()
+    *_, last = (tmp_path / "said").read_text().splitlines()
+    assert last == "interrupted: the environment that was current there stays so; the same command goes on"
+    assert "Traceback" not in (tmp_path / "said").read_text()
+
+
+def process_environments() -> Iterator[tuple[int, bytes]]:
+    for one in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            yield int(one.name), (one / "environ").read_bytes()
 
 
 def test_an_unknown_profile_is_said_before_anything_else(provisioned: Operator) -> None:
