@@ -89,7 +89,7 @@ def relay(
     where = " and ".join(map(str, ends))
     needed = plan_relay([start], f"it is read and written to {where}", max_bytes=size(max_bytes))
     if plan:
-        planned = partial(_planned, connector, start=start, settings=settings, via=way)
+        planned = partial(_planned, connector, start=start, settings=settings, via=way, upload=upload)
         show_relay_plan(connector, needed, f"{start} to {where}", planned, as_json=as_json)
         return
     approval = None if needed is None else connector.store.require(needed, asked_here()).read
@@ -120,11 +120,15 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _planned(connector: Connector, approval: Approval | None, *, start: Location, settings: Settings, via: str) -> Way:
+def _planned(
+    connector: Connector, approval: Approval | None, *, start: Location, settings: Settings, via: str, upload: bool
+) -> Way:
     found = estimate(connector, approval, start, settings)
     how = f"over SSH in {found.streams} stream{'s' if found.streams > 1 else ''}"
     if via != "ssh":
         how = f"by the object store, {STORED}" if via == "s3" else f"{how} or by the object store, whichever is faster"
+    if upload and start.host is not None and start.host.protected:
+        how = f"{how}; {start.host.name} puts them there itself, which is asked for when the relay begins"
     return Way(found.source_bytes, found.moving_bytes, found.streams, how, found.rate)
 
 

@@ -68,6 +68,7 @@ def test_staged_relay_is_read_under_the_grant_or_uploaded_under_its_own_approval
     assert there(staged).read_bytes() == staged.checkpoint.read_bytes()
 
     there(staged).unlink()
+    assert "kpro6 puts them there itself, which is asked for" in done(*ends, "--via", "s3", "--upload", "--plan").stdout
     assert isinstance(run(*ends, "--via", "s3", "--upload").exception, Refused)
     approve_last(staged)
     result = json.loads(done(*ends, "--via", "s3", "--upload", "--json").stdout)
