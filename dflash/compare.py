@@ -9,7 +9,7 @@ from pydantic import BaseModel, ConfigDict
 
 from dflash.errors import DFlashError
 from dflash.metrics import FEWEST_PROMPTS, Totals, compare
-from dflash.report import Comparison, Report
+from dflash.report import LARGEST_BLOCK, Comparison, Report
 
 
 class NotComparableError(DFlashError):
@@ -120,7 +120,7 @@ def reference_totals(report: Report) -> Totals:
     return {
         one.id: (round(one.tau * one.rounds), round(one.tau * one.rounds / one.reference_tau))
         for one in report.prompts
-        if one.tau is not None and one.reference_tau
+        if one.tau is not None and one.reference_tau is not None and one.reference_tau > 1 / LARGEST_BLOCK
     }
 
 

@@ -166,7 +166,7 @@ def _positions(metrics: Metrics) -> str:
 
 def _histogram(metrics: Metrics) -> str:
     rows = [
-        [str(advance), str(count), f"{count / metrics.rounds:.1%}"]
+        [str(advance), str(count), f"{count / metrics.rounds:.1%}" if metrics.rounds else "–"]
         for advance, count in enumerate(metrics.histogram, start=1)
     ]
     return "## Rounds by advance\n\n" + _table(["advance", "rounds", "share"], rows)

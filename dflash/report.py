@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticSerializationError
 
 from dflash.errors import DFlashError
 
@@ -13,6 +14,9 @@ SCHEMA = 2
 
 Count = Annotated[int, Field(ge=0, lt=2**63)]
 """How often something was. Bounded, because pages divide by it, and an edited report could hold any integer."""
+LARGEST_BLOCK = 2**16
+Acceptance = Annotated[float, Field(ge=0, le=LARGEST_BLOCK, allow_inf_nan=False)]
+"""Tokens a round. Bounded by what a block could hold, for the same reason."""
 Width = Annotated[str, Field(pattern="^[1-9][0-9]{0,8}$")]
 """A number of candidates or nodes, as the key of a figure."""
 Moment = Annotated[datetime, AfterValidator(lambda at: at if at.tzinfo is not None else at.replace(tzinfo=UTC))]
@@ -78,7 +82,7 @@ class Settings(_Record):
     max_new_tokens: int
     ignore_eos: bool
     thinking: bool | None
-    block_size: int = Field(ge=1, lt=2**16)
+    block_size: int = Field(ge=1, lt=LARGEST_BLOCK)
     mask_token_id: int
     target_layer_ids: list[int]
     prompts: str
@@ -116,8 +120,8 @@ class Speedup(_Record):
 class Tau(_Record):
     """Acceptance length, bonus token included, 1…B. ``ci95`` is of the pooled value; null below two prompts."""
 
-    pooled: float = Field(ge=0, allow_inf_nan=False)
-    macro: float = Field(ge=0, allow_inf_nan=False)
+    pooled: Acceptance
+    macro: Acceptance
     ci95: tuple[float, float] | None
 
 
@@ -181,9 +185,9 @@ class PromptResult(_Record):
     text: str
     tokens: Count
     rounds: Count
-    tau: float | None = Field(ge=0, allow_inf_nan=False)
+    tau: Acceptance | None
     token_ids: list[int]
-    reference_tau: float | None = None
+    reference_tau: Acceptance | None = None
 
     @model_validator(mode="after")
     def _tau_is_of_rounds(self) -> Self:
@@ -229,8 +233,11 @@ class Report(_Record):
     timings: dict[str, float] = Field(description="seconds by phase")
 
     def to_json(self) -> str:
-        """The text of ``report.json``."""
-        return self.model_dump_json(by_alias=True, indent=1) + "\n"
+        """The text of ``report.json``; in ASCII where a path is no text, as a file's name need not be."""
+        try:
+            return self.model_dump_json(by_alias=True, indent=1) + "\n"
+        except PydanticSerializationError:
+            return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
 
     def headline(self) -> str:
         """One line: the number beside the reference's, or why there is none to believe."""

@@ -1,9 +1,11 @@
 import json
+import os
 from datetime import UTC, datetime
 
 import pytest
 
 from dflash.metrics import by_prompt, compare, judge, summarize
+from dflash.pages import report_page
 from dflash.render import to_markdown
 from dflash.report import Check, CheckpointInfo, PromptResult, Report, ReportError, Settings, TargetInfo, read_report
 
@@ -175,6 +177,9 @@ def test_figures_that_are_no_numbers_are_missing_and_a_headline_without_one_is_n
         ("metrics.streak", {"x": 1.0}),
         ("metrics.ddtree", {"0": 1.0}),
         ("metrics.tau.pooled", -1e308),
+        ("metrics.tau.macro", 1e308),
+        ("prompts.0.tau", 1e308),
+        ("prompts.0.reference_tau", -1.0),
     ],
 )
 def test_an_edited_figure_that_nothing_could_have_measured_is_named(report, tmp_path, place, value):
@@ -182,11 +187,27 @@ def test_an_edited_figure_that_nothing_could_have_measured_is_named(report, tmp_
     *folders, key = place.split(".")
     part = raw
     for folder in folders:
-        part = part[folder]
+        part = part[int(folder) if folder.isdigit() else folder]
     part[key] = value
     (tmp_path / "report.json").write_text(json.dumps(raw))
     with pytest.raises(ReportError, match=place.replace(".", r"\.")):
         read_report(tmp_path / "report.json")
+
+
+def test_a_path_that_is_no_text_survives_the_file(report, tmp_path):
+    odd = report.checkpoint.model_copy(update={"path": os.fsdecode(b"/runs/\xff/step_4")})
+    odd = report.model_copy(update={"checkpoint": odd})
+    (tmp_path / "report.json").write_text(odd.to_json(), encoding="utf-8")
+    assert read_report(tmp_path / "report.json") == odd
+    to_markdown(odd).encode()
+    report_page(odd).encode()
+
+
+def test_figures_that_contradict_each_other_are_shown_all_the_same(report):
+    edited = report.metrics.model_copy(update={"rounds": 0})
+    shown = to_markdown(report.model_copy(update={"metrics": edited}))
+    assert "| 1 | " in shown
+    report_page(report.model_copy(update={"metrics": edited}))
 
 
 def test_a_time_without_a_zone_is_utc(report, tmp_path):
