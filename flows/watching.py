@@ -7,10 +7,11 @@ an approval, the Prefect server, hosts.yaml while it is being edited. What it kn
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
@@ -31,7 +32,7 @@ from tasks.ledger import Ledger, LedgerError, Seen, Watch
 from tasks.ssh import Connector
 from tasks.state import state_dir
 from tasks.watch import LOOK_SECONDS, WATCH_DAYS, Order, Rules, Run, source_of
-from tasks.watcher import Notice, Surroundings, Watcher
+from tasks.watcher import TOLD_AFTER, LookFailedError, Notice, Surroundings, Watcher, state_of
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
@@ -130,7 +131,7 @@ class Looks:
         self.pause = 0.0
         self._made_of: tuple[Any, ...] = ()
         self._watcher: Watcher | None = None
-        self._complained = ""
+        self._complained = self._told = ""
 
     def look(self) -> Watch | None:
         """Look once; None when not even the ledger could be used. Nothing is raised: the loop goes on."""
@@ -145,7 +146,7 @@ class Looks:
             traceback.print_exception(error, file=sys.stderr)
             self._complain(error)
             return None
-        self._complained = ""
+        self._complained = self._told = ""
         return found
 
     def look_or_raise(self) -> Watch:
@@ -184,16 +185,30 @@ class Looks:
     def _complain(self, error: Exception) -> None:
         """Say what keeps it from looking where somebody will read it, once and not every minute."""
         what = f"{type(error).__name__}: {error}"
-        if what == self._complained:
-            return
-        self._complained = what
-        print(f"the watch of {self.watching.source} stands still: {what}", file=sys.stderr, flush=True)
-        if isinstance(error, LedgerError):
-            subject = f"{error.state_name}: {self.watching.source} is not watched"
+        if what != self._complained:
+            self._complained = what
+            print(f"the watch of {self.watching.source} stands still: {what}", file=sys.stderr, flush=True)
+        name, due = self._recorded(error)
+        if due and self._told != what:
+            self._told = what
             try:
-                notify(Connector.load(self.watching.hosts).inventory, subject, str(error))
+                inventory = Connector.load(self.watching.hosts).inventory
+                notify(inventory, f"{name}: {self.watching.source} is not watched", str(error))
             except DFlashError as unheard:
                 print(unheard, file=sys.stderr, flush=True)
+
+    def _recorded(self, error: Exception) -> tuple[str, bool]:
+        """The state that the watch is in, for ``status`` to show, and whether people are to hear of it by now."""
+        if isinstance(error, LedgerError):
+            return error.state_name, True
+        name = state_of(error) if isinstance(error, DFlashError | OSError) else LookFailedError.state_name
+        try:
+            ledger = Ledger.open()
+            before = ledger.watch(self.watching.source) or Watch(self.watching.source, "")
+            watch = ledger.record_watch(replace(before, state=name, message=str(error)))
+        except DFlashError:
+            return name, False
+        return name, time.time() - watch.since >= TOLD_AFTER
 
 
 def _inference_hosts(inventory: Inventory) -> int:
