@@ -1,6 +1,7 @@
 """``dflash-ops demo``: the whole pipeline over the local lab, with a really trained drafter and its real numbers."""
 
 import os
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -56,10 +57,16 @@ def demo(
                 _evaluate(lab, reports)
         finally:
             if keep:
-                _say(f"lab left up; take it down with DFLASH_STATE={state} dflash-ops lab down")
+                _say(f"lab left up, docs/lab.md says what to try in it; take it down with {take_down(state)}")
             else:
                 lab.down()
                 _say("lab down")
+
+
+def take_down(state: Path) -> str:
+    """The command that ends a lab left up, for a shell that knows nothing of this environment."""
+    program = Path(sys.executable).with_name("dflash-ops")
+    return f"DFLASH_STATE={shlex.quote(str(state))} {shlex.quote(str(program))} lab down"
 
 
 def _evaluate(lab: Lab, reports: Path) -> None:
