@@ -10,6 +10,7 @@ from dflash import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_export, 
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, JsonOption, ReferenceOption, text
 from dflash.command_line import with_common_options
 from dflash.errors import DFlashError, run_cli
+from dflash.output import json_text
 
 if TYPE_CHECKING:
     from dflash.inspect import Inspection
@@ -34,7 +35,7 @@ def inspect(
 
     found = inspect_checkpoint(checkpoint, drafter_config=drafter_config, reference=reference)
     if as_json:
-        print(found.model_dump_json(indent=1))
+        print(json_text(found, indent=1))
     else:
         _show(found)
     if found.problems:

@@ -10,6 +10,7 @@ from rich.table import Column, Table
 from dflash import cli_features
 from dflash.cli_options import JsonOption, TargetOption, ThinkingOption, text, thinking_asked
 from dflash.command_line import leaves
+from dflash.output import json_text
 
 if TYPE_CHECKING:
     from dflash.training.regenerate import Regenerated
@@ -61,7 +62,7 @@ def regenerate(
     )
     written = write(asked, Phases(PHASES))
     if as_json:
-        print(written.model_dump_json(indent=1))
+        print(json_text(written, indent=1))
     else:
         _show(written)
 

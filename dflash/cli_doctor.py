@@ -25,6 +25,7 @@ from dflash.cli_options import (
 )
 from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import NotValidError
+from dflash.output import json_text
 
 
 @leaves(NOTHING_CHANGED)
@@ -77,7 +78,7 @@ def doctor(
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
     checks = examine(request)
     if as_json:
-        print("[" + ",\n ".join(check.model_dump_json() for check in checks) + "]")
+        print("[" + ",\n ".join(json_text(check) for check in checks) + "]")
     else:
         console = Console(highlight=False, soft_wrap=False)
         console.print(to_table(checks))

@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, Dtype, JsonOption, ReferenceOption, text
 from dflash.command_line import leaves
 from dflash.errors import UsageError
+from dflash.output import json_text
 
 if TYPE_CHECKING:
     from dflash.export import Export
@@ -44,7 +45,7 @@ def export(
     drafter = read_checkpoint(checkpoint, drafter_config=drafter_config, reference=reference)
     written = write(drafter, format.value, output, dtype=dtype.value, verifier=verifier)
     if as_json:
-        print(written.model_dump_json(indent=1))
+        print(json_text(written, indent=1))
     else:
         _show(written)
 

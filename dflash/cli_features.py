@@ -11,6 +11,7 @@ from rich.table import Column, Table
 from dflash.cli_options import JsonOption, text
 from dflash.command_line import leaves
 from dflash.errors import UsageError
+from dflash.output import json_text
 from dflash.training.run_config import RunConfig
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _done(directory: Path, written: "Written") -> FeaturesDone:
 
 def _show(done: FeaturesDone, as_json: bool) -> None:
     if as_json:
-        print(done.model_dump_json(indent=1))
+        print(json_text(done, indent=1))
         return
     facts = Table.grid(Column(), Column(overflow="fold"), padding=(0, 2))
     taps = ", ".join(map(str, done.layer_ids))

@@ -7,6 +7,7 @@ import typer
 
 from dflash.cli_options import JsonOption
 from dflash.command_line import leaves
+from dflash.output import json_text
 
 
 @leaves("checkpoints that were saved are whole; the same command goes on from the newest")
@@ -30,4 +31,4 @@ def train(
     disable_progress_bar()  # type: ignore[no-untyped-call]  # the phases show progress; a second bar would tear theirs
     outcome = train_run(run)
     if this_rank() == 0:
-        print(outcome.model_dump_json(indent=1) if as_json else outcome.headline())
+        print(json_text(outcome, indent=1) if as_json else outcome.headline())

@@ -9,6 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash.errors import DFlashError
+from dflash.output import json_text
 
 DISK_FULL = "DiskFull"
 
@@ -34,7 +35,7 @@ def told(file: Path | None) -> Iterator[None]:
         if file is not None:
             partial = file.with_name(f".{file.name}.{os.getpid()}")
             with suppress(OSError):
-                partial.write_text(Failure(state=_state(error), message=str(error)).model_dump_json())
+                partial.write_text(json_text(Failure(state=_state(error), message=str(error))))
                 partial.replace(file)
         raise
 

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
-from pydantic_core import PydanticSerializationError
 
 from dflash.errors import DFlashError
+from dflash.output import json_text
 
 SCHEMA = 2
 
@@ -234,10 +234,7 @@ class Report(_Record):
 
     def to_json(self) -> str:
         """The text of ``report.json``; in ASCII where a path is no text, as a file's name need not be."""
-        try:
-            return self.model_dump_json(by_alias=True, indent=1) + "\n"
-        except PydanticSerializationError:
-            return json.dumps(self.model_dump(mode="json", by_alias=True), indent=1) + "\n"
+        return json_text(self, indent=1) + "\n"
 
     def headline(self) -> str:
         """One line: the number beside the reference's, or why there is none to believe."""

@@ -1,11 +1,15 @@
 """The command: streams, exit codes, one-line errors."""
 
 import json
+import os
+import shutil
 import subprocess  # the command under test is a process
 import sys
 
 import pytest
 
+from dflash.errors import DFlashError
+from dflash.failure import told
 from dflash.manifest import file_sha256
 from tests.dflash.pairs import write_drafter, write_prompts, write_target
 
@@ -102,6 +106,21 @@ def test_inspect_shows_config_and_tensors(run_dflash, files):
     raw = json.loads(run_dflash("inspect", files / "drafter", "--json").out)
     assert raw["config"]["block_size"] == 6
     assert len(raw["tensors"]) == 11 * 2 + 3
+
+
+def test_a_checkpoint_whose_path_is_no_text_is_told_as_json(run_dflash, files, tmp_path):
+    odd = tmp_path / os.fsdecode(b"drafter-\xff")
+    shutil.copytree(files / "drafter", odd)
+    done = run_dflash("inspect", odd, "--json")
+    assert done.returncode == 0, done.err
+    assert json.loads(done.out)["path"] == str(odd)
+
+
+def test_a_failure_names_a_path_that_is_no_text(tmp_path):
+    odd = os.fsdecode(b"/runs/\xff")
+    with pytest.raises(DFlashError), told(tmp_path / "failure.json"):
+        raise DFlashError(f"{odd} is gone")
+    assert json.loads((tmp_path / "failure.json").read_text())["message"] == f"{odd} is gone"
 
 
 def test_inspect_lists_what_is_wrong_and_exits_with_1(run_dflash, files, tmp_path):
