@@ -50,7 +50,8 @@ def requests(
             first = (request.id, Text(status), asked) if number == 0 else ("", "", "")
             table.add_row(*first, Text(place(action)), Text(may(action)))
     console().print(table)
-    typer.echo("decide with: dflash-ops guard approve ID, or dflash-ops guard deny ID")
+    if any(request.status == "pending" for request in found):
+        typer.echo("decide with: dflash-ops guard approve ID, or dflash-ops guard deny ID")
 
 
 @app.command()

@@ -60,7 +60,9 @@ def test_a_request_is_listed_approved_and_gone_from_the_list(guard: GuardState) 
         assert text in approved
     assert 590 <= guard.store.require(guard.plan()).not_after - time.time() <= 601
     assert request.id not in done("guard", "requests")
-    assert "approved" in done("guard", "requests", "--all")
+    decided = done("guard", "requests", "--all")
+    assert "approved" in decided
+    assert "decide with" not in decided
 
 
 def test_the_default_validity_is_an_hour(guard: GuardState) -> None:
