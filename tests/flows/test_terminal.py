@@ -1,15 +1,17 @@
 import io
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from rich.text import Text
 
 from dflash import command_line
 from dflash.errors import run_cli
 from dflash.pages import report_page, write_page
 from flows.cli_evaluate import show_evaluations
 from flows.evaluate_checkpoint import Evaluation
-from flows.terminal import say_progress, shown_progress, waiting
+from flows.terminal import console, say_progress, shown_progress, waiting
 from tests.dflash.pages.reports import made, words
 
 
@@ -81,3 +83,11 @@ def test_evaluations_of_which_one_is_not_valid_fit_80_columns_and_say_why(
     assert max(map(len, lines[:8])) <= 80
     assert r"step 400: not valid: independent-forward, [/red]\x1b[31m" in lines
     assert lines[-2:] == [str(tmp_path / "report.html"), str(tmp_path / "other" / "report.md")]
+
+
+def test_what_is_piped_has_no_colour(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
+    piped = io.StringIO()
+    with redirect_stdout(piped):
+        console().print(Text("GrantEnded", "bold red"))
+    assert piped.getvalue() == "GrantEnded\n"
