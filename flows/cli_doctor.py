@@ -1,7 +1,6 @@
 """``dflash-ops guard setup`` and ``guard doctor``: what a host needs to refuse by itself, and whether it does."""
 
 import json
-import sys
 from typing import Annotated
 
 import typer
@@ -82,5 +81,4 @@ def _table(found: list[Finding]) -> Table:
 
 
 def _tell(row: str) -> None:
-    if sys.stderr.isatty():
-        say_progress(f"  {row} …")
+    say_progress(f"  {row} …")

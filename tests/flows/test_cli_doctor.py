@@ -32,6 +32,7 @@ def test_a_host_that_refuses_everything_is_found_well_without_an_approval(operat
     assert result.exit_code == 0, result.exception
     assert "no certificate" in result.stdout
     assert "needs approval" in result.stdout
+    assert "  host keys …\n  no certificate …\n" in result.stderr, "a log, too, tells how far it is"
     assert max(map(len, result.stdout.splitlines())) <= 80
     assert operator.connector.store.requests() == []
     assert [entry["event"] for entry in operator.connector.audit.entries()] == ["doctor"]
