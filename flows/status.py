@@ -19,7 +19,7 @@ from tasks.audit import Audit
 from tasks.credentials import Approval
 from tasks.inventory import Inventory
 from tasks.ledger import Attempt, Ledger, Watch
-from tasks.looking import Memory
+from tasks.look_memory import Memory
 
 DAY = 86_400
 WARN_SECONDS = 2 * DAY

@@ -10,9 +10,8 @@ import hashlib
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from typing import Any, Literal, Self
 
 from dflash.checkpoint_layout import CheckpointError
 from dflash.distributed_checkpoint import METADATA
@@ -25,6 +24,7 @@ from tasks.ends import Pool, Reader, ReadSource, is_missing, open_reader
 from tasks.errors import FileChanged
 from tasks.gate import Entry, Stat
 from tasks.inventory import Location
+from tasks.look_memory import Known, Memory
 from tasks.selection import Selection, select
 from tasks.sources import Look as Files
 from tasks.ssh import Connector
@@ -80,54 +80,6 @@ class Look:
     """Path → why it does not count (yet)."""
     left: int
     """How many were left to the next look."""
-
-
-@dataclass
-class Known:
-    """What is remembered of one entry."""
-
-    state: str
-    """As its folder lists it."""
-    kind: Literal["whole", "settling", "unfinished"]
-    since: float
-    """When it was found in this state; of an unfinished one, when it was looked into last."""
-    inside: str = ""
-    """The files of a directory, in their state."""
-    tries: int = 0
-    reason: str = ""
-    sealed: bool = False
-    identity: str = ""
-    step: int | None = None
-    written: float = 0.0
-
-
-@dataclass
-class Memory:
-    """What one look knows for the next, by names below the folder; :meth:`dump` and :meth:`load` are JSON."""
-
-    entries: dict[str, Known] = field(default_factory=dict)
-    plain: dict[str, str] = field(default_factory=dict)
-    """Folders in which nothing could be a checkpoint, in the state they were in."""
-    rechecked: int = 0
-    """Where among the known folders the next look goes on; not kept over a restart."""
-    changed: bool = False
-    """Whether there is something to keep that was not kept yet."""
-
-    def whole(self) -> dict[str, str]:
-        """Name → identity of every complete checkpoint."""
-        return {name: known.identity for name, known in self.entries.items() if known.kind == "whole"}
-
-    def dump(self) -> dict[str, Any]:
-        return {"entries": {name: asdict(known) for name, known in self.entries.items()}, "plain": self.plain}
-
-    @classmethod
-    def load(cls, content: Mapping[str, Any]) -> Self:
-        """What was dumped; of another version of this program nothing, which costs one longer look."""
-        try:
-            entries = {str(name): Known(**fields) for name, fields in content.get("entries", {}).items()}
-            return cls(entries, {str(name): str(state) for name, state in content.get("plain", {}).items()})
-        except (TypeError, AttributeError):
-            return cls()
 
 
 def look(connector: Connector, source: Location, approval: Approval | None, memory: Memory, now: float) -> Look:

@@ -15,7 +15,8 @@ from tasks.approvals import Approval
 from tasks.errors import HostBusy, Refused
 from tasks.inventory import Location
 from tasks.ledger import Ledger, LedgerError, Seen, Watch
-from tasks.looking import Look, Memory
+from tasks.look_memory import Memory
+from tasks.looking import Look
 from tasks.watch import LOOK_SECONDS, Handed, Order, Rules, Runs, hand_on, leave, take
 from tasks.watch_grants import GrantEndedError, WatchNotApprovedError
 

@@ -12,7 +12,8 @@ from flows.notify import NotNotifiedError, save_block
 from tasks.errors import Refused
 from tasks.evaluation import Suite
 from tasks.ledger import Seen
-from tasks.looking import Memory, look
+from tasks.look_memory import Memory
+from tasks.looking import look
 from tasks.night_record import Night
 from tasks.night_run import Around, run_night
 from tasks.night_time import NightTime

@@ -1,6 +1,7 @@
 """``dflash-ops status``: what it gathers, and that it fits one screen."""
 
 import json
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -16,10 +17,10 @@ from flows.cli_status import screen
 from flows.prefect_home import forget_serving, record_serving
 from flows.status import GrantRow, HostRow, Number, Queue, RunRow, Status
 from flows.watching import PrefectUnreachableError
-from tasks import watcher
+from tasks import process, watcher
 from tasks.inventory import load
 from tasks.ledger import Attempt, Ledger, Seen, Watch
-from tasks.looking import Known, Memory
+from tasks.look_memory import Known, Memory
 from tests.prefect_api import REPOSITORY
 
 NOW = 1_800_000_000.0
@@ -262,3 +263,11 @@ def test_what_lies_in_a_watched_folder_and_is_broken_is_shown_with_why(ledger: L
 def test_what_a_host_calls_itself_cannot_steer_the_terminal(ledger: Ledger) -> None:
     ledger.record_watch(Watch("kpro6:/x\x1b[2J", "LookFailed", message="\x1b]0;owned\x07"))
     assert "\x1b" not in shown(gathered())
+
+
+def test_it_is_there_at_once_because_it_loads_nothing_that_reaches_a_host_or_computes() -> None:
+    code = (
+        "import sys, flows.cli_status; print(*{'fabric', 'numpy', 'paramiko', 'prefect', 'torch'} & set(sys.modules))"
+    )
+    done = process.run([sys.executable, "-c", code], cwd=REPOSITORY, timeout=60)
+    assert (done.returncode, done.stdout.split()) == (0, [])

@@ -17,7 +17,8 @@ from tasks.ends import LocalReader
 from tasks.errors import FileChanged
 from tasks.gate import ByteStream
 from tasks.inventory import Location
-from tasks.looking import Look, Memory, NoSuchFolderError, TooManyFoldersError, look, step_of
+from tasks.look_memory import Memory
+from tasks.looking import Look, NoSuchFolderError, TooManyFoldersError, look, step_of
 from tasks.ssh import ConnectionFailed
 from tests.tasks import checkpoints
 from tests.tasks.checkpoints import written

@@ -12,7 +12,8 @@ from tasks.approvals import Approval
 from tasks.errors import HostBusy, Refused
 from tasks.inventory import Location
 from tasks.ledger import Attempt, Ledger, LedgerError, Seen
-from tasks.looking import Look, Memory, Whole
+from tasks.look_memory import Memory
+from tasks.looking import Look, Whole
 from tasks.ssh import ConnectionFailed, HostKeyError
 from tasks.watch import Rules, Run, evaluation_key, hand_on, pause, take, verdict
 from tasks.watch_grants import GrantEndedError

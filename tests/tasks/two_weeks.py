@@ -28,7 +28,8 @@ from tasks.evaluation_jobs import JobVanishedError
 from tasks.inventory import Location
 from tasks.jobs import JobStatus
 from tasks.ledger import MOST_ATTEMPTS, Seen
-from tasks.looking import Look, Memory
+from tasks.look_memory import Memory
+from tasks.looking import Look
 from tasks.night_time import NightTime
 from tasks.selection import select
 from tasks.sources import LocalSource
