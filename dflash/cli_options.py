@@ -55,5 +55,6 @@ def thinking_asked(switch: Switch | None) -> bool | None:
 
 
 def text(value: object) -> str:
-    """What a file says, without line ends, terminal controls or markup in effect."""
-    return escape(one_line(str(value)))
+    """What a file says, without line ends, terminal controls or markup in effect; nothing is a dash."""
+    shown = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return escape(one_line("–" if value is None else shown))

@@ -79,7 +79,7 @@ def verify(hosts: HostsFile = None, as_json: AsJson = False) -> None:
     if as_json:
         typer.echo(json.dumps({"entries": count, "certificates": len(heads)}))
     else:
-        typer.echo(f"{count} entries hold together, {len(heads)} certificates were signed over them")
+        typer.echo(f"{count} entries hold together; certificates that were signed over them: {len(heads)}")
 
 
 @app.command()
