@@ -56,5 +56,12 @@ def _asks_prefect(file: str) -> bool:
     return any(fixture in text for fixture in ("prefect_api", "prefect_server", "shared_server"))
 
 
+@pytest.fixture
+def every_progress(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What happens "in the middle" hangs on a report of progress; a fast relay must not be over before the next one."""
+    for module in ("tasks.staging", "tasks.streams"):
+        monkeypatch.setattr(f"{module}.PROGRESS_SECONDS", 0.0)
+
+
 def pytest_unconfigure() -> None:
     shutil.rmtree(STATE, ignore_errors=True)

@@ -25,7 +25,7 @@ from tasks.ssh import Connector, HostKeyError
 from tasks.transfer import Progress, ReceiverError
 from tests.relaying import command, ssh_children
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("every_progress")]
 
 SOURCES = "/workspace/dflash/checkpoints"
 DESTINATIONS = "/root/eval/cache"

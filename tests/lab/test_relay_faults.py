@@ -14,7 +14,7 @@ from tests.lab.test_relay import IN_FLIGHT, Way, at_first_bytes, desk, way
 
 __all__ = ["desk", "way"]
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("every_progress")]
 DISK = "/mnt"
 
 

@@ -14,7 +14,7 @@ from tasks.ssh import Connector
 from tasks.staged_relay import plan_staged_uploads, relay_staged
 from tests.object_stores import LAB_ADDRESS, StoreServer, in_environment, lab_store
 
-pytestmark = pytest.mark.lab
+pytestmark = [pytest.mark.lab, pytest.mark.usefixtures("every_progress")]
 
 SOURCE = "/workspace/dflash/checkpoints/staged/step_1.pt"
 DESTINATION = "/root/eval/cache/staged/step_1.pt"

@@ -24,6 +24,8 @@ from tests.proxies import TO_CLIENT, TO_SERVER, Proxy, between
 from tests.relaying import MIB, Way, command, fork, once, parts, peak_memory, ssh_children, wait_until, working_on
 from tests.sshds import Site, both_sshds
 
+pytestmark = pytest.mark.usefixtures("every_progress")
+
 SIZE = 16 * MIB
 """More than pipes and windows on the way hold together."""
 VICTIMS = ("relay", "ssh to train", "ssh to infer", "sshd of train", "sshd of infer")
@@ -35,12 +37,6 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     """Two sshds of this module's own: it kills them."""
     with both_sshds(tmp_path_factory.mktemp("sshds")) as running:
         yield running
-
-
-@pytest.fixture(autouse=True)
-def _every_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens "in the middle" hangs on a report of progress; a fast relay must not be over before the next one."""
-    monkeypatch.setattr("tasks.streams.PROGRESS_SECONDS", 0.0)
 
 
 @pytest.fixture

@@ -32,9 +32,10 @@ from tests.object_stores import BUCKET, StoreServer
 from tests.sshds import Operator
 
 # one store is enough here: what they differ in is in the client's tests
-pytestmark = pytest.mark.parametrize(
-    "any_server", ["seaweedfs", pytest.param("rclone", marks=pytest.mark.slow)], indirect=True
-)
+pytestmark = [
+    pytest.mark.usefixtures("every_progress"),
+    pytest.mark.parametrize("any_server", ["seaweedfs", pytest.param("rclone", marks=pytest.mark.slow)], indirect=True),
+]
 
 CHUNK = 1 << 20
 SIZE = 5 * CHUNK + 4321
@@ -124,13 +125,6 @@ class Way:
     def nothing_arrived(self) -> bool:
         folder = self.destination_file.parent
         return not folder.exists() or all(".part-" in path.name for path in folder.iterdir())
-
-
-@pytest.fixture(autouse=True)
-def _every_progress(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What happens "in the middle" hangs on a report of progress; a fast relay must not be over before the next one."""
-    for module in ("tasks.staging", "tasks.streams"):
-        monkeypatch.setattr(f"{module}.PROGRESS_SECONDS", 0.0)
 
 
 @pytest.fixture
