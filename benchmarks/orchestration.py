@@ -23,6 +23,7 @@ from typing import Any
 
 from tasks import process
 from tasks.ledger import Ledger, Seen, Watch
+from tests.flows.database_size import Size
 from tests.flows.stage import Stage, staged, wait_until
 from tests.prefect_api import REPOSITORY, ask
 from tests.sshds import both_sshds
@@ -30,10 +31,6 @@ from tests.sshds import both_sshds
 LATENCY_SECONDS, OVERHEAD, STATUS_SECONDS, DATABASE_MB = 5.0, 1.3, 1.0, 200.0
 EVALUATION_SECONDS = 20.0
 LEDGER = 1000
-CHECKPOINTS_A_DAY = 96
-"""A checkpoint every quarter of an hour, more than any training of this size saves."""
-OTHER_RUNS_A_DAY = 12
-"""The night's comparison with its four evaluations, and what people start."""
 WAIT_SECONDS = 900.0
 
 
@@ -49,7 +46,7 @@ def main() -> None:
             good &= status(Path(folder) / "status")
         if {"latency", "database"} & set(wanted):
             with serving(Path(folder)) as stage:
-                before = stage.database_bytes()
+                before = stage.database_size()
                 good &= latency(stage, asked.checkpoints)
                 good &= database(stage, before)
     sys.exit(0 if good else 1)
@@ -89,13 +86,11 @@ def latency(stage: Stage, count: int) -> bool:
     return good & told("run by the sum of its steps", statistics.median(whole), "×, median", OVERHEAD, whole)
 
 
-def database(stage: Stage, before: int) -> bool:
+def database(stage: Stage, before: Size) -> bool:
     """What a thousand runs leave in the server's database, and two weeks of them."""
-    ended = runs(stage)
-    per_thousand = (stage.database_bytes() - before) / max(1, ended) * 1000 / 1e6
-    fortnight = per_thousand * 14 * (CHECKPOINTS_A_DAY + OTHER_RUNS_A_DAY) / 1000
-    print(f"  {per_thousand:.1f} MB per 1 000 runs, measured over {ended}")
-    return told("two weeks of runs", fortnight, "MB", DATABASE_MB, [])
+    grown, ended = stage.database_size() - before, runs(stage)
+    print(f"  {grown.told(ended)}")
+    return told("two weeks of runs", grown.in_two_weeks(ended), "MB", DATABASE_MB, [])
 
 
 def status(folder: Path) -> bool:

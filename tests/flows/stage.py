@@ -3,11 +3,10 @@
 import json
 import os
 import signal
-import sqlite3
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -18,6 +17,7 @@ from tasks.ledger import Attempt, Ledger
 from tasks.ssh import Connector
 from tasks.watch import plan_watch
 from tests.flows import conftest
+from tests.flows.database_size import Size
 from tests.prefect_api import QUIET, REPOSITORY, Server, copy_database, free_port, healthy
 from tests.sshds import Site
 from tests.tasks import checkpoints
@@ -156,13 +156,9 @@ class Stage:
         """Whether it serves now, and does not just begin or end."""
         return (self.state / "serve.json").exists() and healthy(self.api)
 
-    def database_bytes(self) -> int:
-        """What the server's database holds, wherever of its files that is just now."""
-        with closing(sqlite3.connect(self.state / "prefect" / "prefect.db", timeout=60)) as database:
-            (pages,) = database.execute("PRAGMA page_count").fetchone()
-            (free,) = database.execute("PRAGMA freelist_count").fetchone()
-            (size,) = database.execute("PRAGMA page_size").fetchone()
-        return int((pages - free) * size)
+    def database_size(self) -> Size:
+        """What the server's database holds."""
+        return Size.of(self.state / "prefect" / "prefect.db")
 
     def results(self) -> list[Attempt]:
         """The attempts that have a result."""

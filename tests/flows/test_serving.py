@@ -103,7 +103,10 @@ def test_prefect_understands_what_is_kept_for_how_long(monkeypatch: pytest.Monke
     assert vacuum.retention_period.total_seconds() == 2 * 86_400
     assert server.events.retention_period.total_seconds() == 43_200
     assert {name: kept.total_seconds() for name, kept in vacuum.event_retention_overrides.items()} == {
-        "prefect.flow-run.heartbeat": 3600
+        "prefect.flow-run.heartbeat": 3600,
+        "prefect.task-run.Pending": 3600,
+        "prefect.task-run.Running": 3600,
+        "prefect.task-run.Completed": 3600,
     }
 
 

@@ -26,8 +26,6 @@ SAVE_SECONDS, FAULT_SECONDS = 15.0, 11.0
 SETTLE_SECONDS = 900.0
 DATABASE_MB = 200.0
 ENOUGH = 50
-RUNS_A_DAY = 108
-"""A checkpoint every quarter of an hour, the night's comparison with its evaluations, and what people start."""
 BEGIN_LINE = 'echo "$2" >> {record}\n'
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(int(MINUTES * 60 + 2 * SETTLE_SECONDS + 600))]
@@ -83,7 +81,7 @@ class Faults:
 def test_every_checkpoint_has_one_result_whatever_is_killed(stage: Stage, capsys: pytest.CaptureFixture[str]) -> None:
     faults, saved = Faults(stage), 0
     stage.serve()
-    before = stage.database_bytes()
+    before = stage.database_size()
     end = time.monotonic() + MINUTES * 60
     next_save, next_fault = time.monotonic(), time.monotonic() + FAULT_SECONDS
     while time.monotonic() < end:
@@ -108,13 +106,12 @@ def test_every_checkpoint_has_one_result_whatever_is_killed(stage: Stage, capsys
     started = Counter(begun(stage).read_text().split())
     assert set(started.values()) == {1}, "an evaluation was started twice"
 
-    per_thousand = megabytes_per_thousand(stage, before)
-    fortnight = per_thousand * RUNS_A_DAY * 14 / 1000
+    grown, runs = stage.database_size() - before, ended_runs(stage)
     with capsys.disabled():
         print(f"\nsoak: {saved} checkpoints, {dict(faults.count)}, {len(stage.served)} lives of serve")
-        print(f"soak: {per_thousand:.1f} MB per 1 000 runs, so {fortnight:.0f} MB in two weeks")
+        print(f"soak: {grown.told(runs)}")
     # few runs would have to bear what every life of serve writes
-    assert fortnight < DATABASE_MB or saved < ENOUGH
+    assert grown.in_two_weeks(runs) < DATABASE_MB or saved < ENOUGH
 
 
 def passed_over(attempts: Sequence[Attempt]) -> bool:
@@ -134,8 +131,6 @@ def over(stage: Stage, saved: int) -> bool:
     return len(done) == saved and not ledger.open_attempts()
 
 
-def megabytes_per_thousand(stage: Stage, before: int) -> float:
-    """What the runs left in the server's database, without what it had before any."""
-    ended = {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}
-    runs = int(ask(stage.api, "flow_runs/count", ended))
-    return (stage.database_bytes() - before) / max(1, runs) * 1000 / 1e6
+def ended_runs(stage: Stage) -> int:
+    """How many runs there were."""
+    return int(ask(stage.api, "flow_runs/count", {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}))
