@@ -137,6 +137,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
     watched = {memory.get("suite") for memory in memories.values()}
     attempts = ledger.attempts(limit=20 * NUMBERS)
     ended = [attempt for attempt in attempts if not attempt.is_open]
+    results = [attempt for attempt in ended if attempt.state != "superseded"]
     suites = dict.fromkeys(attempt.suite for attempt in attempts)
     return Status(
         time=now,
@@ -144,10 +145,7 @@ def gather(inventory: Inventory, *, clock: Callable[[], float] = time.time, stat
         watches=watches,
         queue=queue(server(), now),
         checkpoints={suite: dict(ledger.counts(suite, begun=suite not in watched).items()) for suite in suites},
-        numbers=[
-            replace(_number(ledger, one), again=ledger.again(one) if one.suite in watched else None)
-            for one in [attempt for attempt in ended if attempt.state != "superseded"][:NUMBERS]
-        ],
+        numbers=[_number(ledger, one, watched=one.suite in watched) for one in results[:NUMBERS]],
         grants=[_grant(one, now) for one in ApprovalStore(inventory, Audit()).standing()],
         unfinished=[one for source, memory in memories.items() for one in unfinished(source, memory.get("look", {}))],
     )
@@ -248,7 +246,8 @@ def _time(when: str | None) -> float | None:
     return None if when is None else datetime.fromisoformat(when).astimezone(UTC).timestamp()
 
 
-def _number(ledger: Ledger, attempt: Attempt) -> Number:
+def _number(ledger: Ledger, attempt: Attempt, *, watched: bool) -> Number:
+    """``attempt`` as it is shown; where its suite is ``watched``, a failed one may be tried again."""
     checkpoint = ledger.checkpoint(attempt.identity)
     place = attempt.identity if checkpoint is None else f"{checkpoint.host}:{checkpoint.path}"
     step = None if checkpoint is None else checkpoint.step
@@ -262,6 +261,7 @@ def _number(ledger: Ledger, attempt: Attempt) -> Number:
         report=attempt.report,
         message=attempt.message,
         updated=attempt.updated,
+        again=ledger.again(attempt) if watched else None,
     )
 
 
