@@ -4,12 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.tasks.test_staging import Way, _every_progress, way
+from tests.tasks.test_staging import Way, way
 
-__all__ = ["_every_progress", "way"]
+__all__ = ["way"]
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("every_progress")
 @pytest.mark.parametrize("by_host", [False, True], ids=["the operator uploads", "the host uploads"])
 def test_no_command_line_holds_a_url(way: Way, by_host: bool) -> None:
     seen, looked = set[bytes](), []
