@@ -169,7 +169,7 @@ def _turn(
                 )
             if waited - said >= SAY_AGAIN_SECONDS:
                 said = waited
-                say(f"waiting for a GPU: {holders}")
+                say(f"waiting for its turn: {holders}")
             time.sleep(min(POLL_SECONDS, max(0.01, share.patience - waited)))
     finally:
         for descriptor in files.values():

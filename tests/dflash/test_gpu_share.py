@@ -183,7 +183,7 @@ def test_a_turn_is_waited_for_and_whom_one_waits_for_is_said(tmp_path: Path) -> 
         order.append("first")
     waiting.join()
     assert order == ["first", "second"]
-    assert said == [f"waiting for a GPU: cpu is used by process {os.getpid()}"]
+    assert said == [f"waiting for its turn: cpu is used by process {os.getpid()}"]
 
 
 def test_a_turn_ends_with_the_process_that_has_it_however_it_ends(tmp_path: Path) -> None:

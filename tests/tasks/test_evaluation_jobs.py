@@ -435,6 +435,6 @@ def test_the_real_evaluation_runs_as_a_job_with_every_setting_and_takes_its_turn
         assert report.metrics.tokens == 2 * 12
         assert report.timings["share"] >= 0
     # one of the two had to wait for the other's turn to end
-    assert sum("waiting for a GPU: cpu is used by process" in line for lines in said.values() for line in lines) >= 1
+    assert sum("waiting for its turn: cpu is used by process" in line for lines in said.values() for line in lines) >= 1
     assert list((tmp_path / "cache" / "evaluations").iterdir())
     assert [file.name for file in (tmp_path / "cache" / "gpu-locks").iterdir()] == ["cpu.lock"]
