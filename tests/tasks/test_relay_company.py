@@ -86,7 +86,9 @@ def test_what_is_not_known_or_not_read_is_not_in_the_way(tmp_path: Path, left: C
     folder = tmp_path / "there"
     folder.mkdir()
     left(folder)
+    found = sorted(folder.glob("*"))
     require_alone(str(folder), ["model.safetensors"], ABOUT)
+    assert sorted(folder.glob("*")) == found
 
 
 def test_all_of_a_directory_that_is_no_checkpoint_arrives(tmp_path: Path) -> None:
