@@ -88,7 +88,7 @@ def latency(stage: Stage, count: int) -> bool:
 
 def database(stage: Stage, before: Size) -> bool:
     """What a thousand runs leave in the server's database, and two weeks of them."""
-    grown, ended = stage.database_size() - before, runs(stage)
+    grown, ended = stage.database_size() - before, stage.ended_runs()
     print(f"  {grown.told(ended)}")
     return told("two weeks of runs", grown.in_two_weeks(ended), "MB", DATABASE_MB, [])
 
@@ -122,10 +122,6 @@ def fill(ledger: Ledger, count: int) -> None:
 def under_way(stage: Stage) -> bool:
     going = {"flow_runs": {"state": {"type": {"any_": ["PENDING", "RUNNING"]}}}}
     return bool(ask(stage.api, "flow_runs/count", going))
-
-
-def runs(stage: Stage) -> int:
-    return int(ask(stage.api, "flow_runs/count", {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}))
 
 
 def flow_run(stage: Stage, run: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:

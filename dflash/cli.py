@@ -10,7 +10,7 @@ from dflash import cli_compare, cli_data, cli_doctor, cli_evaluate, cli_export, 
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, JsonOption, ReferenceOption, text
 from dflash.command_line import with_common_options
 from dflash.errors import DFlashError, run_cli
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 if TYPE_CHECKING:
     from dflash.inspect import Inspection

@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from dflash import cli_features
 from dflash.cli_options import JsonOption, TargetOption, ThinkingOption, text, thinking_asked
 from dflash.command_line import leaves
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 if TYPE_CHECKING:
     from dflash.training.regenerate import Regenerated

@@ -25,7 +25,7 @@ from dflash.cli_options import (
 )
 from dflash.command_line import NOTHING_CHANGED, leaves
 from dflash.errors import NotValidError
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 
 @leaves(NOTHING_CHANGED)

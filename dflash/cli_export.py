@@ -11,7 +11,7 @@ from rich.table import Column, Table
 from dflash.cli_options import CheckpointArgument, DrafterConfigOption, Dtype, JsonOption, ReferenceOption, text
 from dflash.command_line import leaves
 from dflash.errors import UsageError
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 if TYPE_CHECKING:
     from dflash.export import Export

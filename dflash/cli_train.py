@@ -7,7 +7,7 @@ import typer
 
 from dflash.cli_options import JsonOption
 from dflash.command_line import leaves
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 
 @leaves("checkpoints that were saved are whole; the same command goes on from the newest")

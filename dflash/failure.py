@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from dflash.errors import DFlashError
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 DISK_FULL = "DiskFull"
 

@@ -1,19 +1,14 @@
-"""A directory that appears whole or not at all, and JSON of whatever a path holds. Imports no torch."""
+"""A directory that appears whole or not at all. Imports no torch."""
 
 import errno
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from dflash.errors import DFlashError
-
-if TYPE_CHECKING:
-    from pydantic import BaseModel
 
 
 class OutputError(DFlashError):
@@ -66,13 +61,3 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
-
-
-def json_text(model: "BaseModel", indent: int | None = None) -> str:
-    """``model`` as JSON by its aliases; in ASCII where a path in it is no text, as the name of a file need not be."""
-    from pydantic_core import PydanticSerializationError
-
-    try:
-        return model.model_dump_json(by_alias=True, indent=indent)
-    except PydanticSerializationError:
-        return json.dumps(model.model_dump(mode="json", by_alias=True), indent=indent)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dflash.errors import DFlashError
-from dflash.output import json_text
+from dflash.json_text import json_text
 
 SCHEMA = 2
 

@@ -18,7 +18,7 @@ from tasks.ssh import Connector
 from tasks.watch import plan_watch
 from tests.flows import conftest
 from tests.flows.database_size import Size
-from tests.prefect_api import QUIET, REPOSITORY, Server, copy_database, free_port, healthy
+from tests.prefect_api import QUIET, REPOSITORY, Server, ask, copy_database, free_port, healthy
 from tests.sshds import Site
 from tests.tasks import checkpoints
 
@@ -159,6 +159,11 @@ class Stage:
     def database_size(self) -> Size:
         """What the server's database holds."""
         return Size.of(self.state / "prefect" / "prefect.db")
+
+    def ended_runs(self) -> int:
+        """How many flow runs there were that are not waiting for their time."""
+        ended = {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}
+        return int(ask(self.api, "flow_runs/count", ended))
 
     def results(self) -> list[Attempt]:
         """The attempts that have a result."""

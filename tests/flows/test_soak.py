@@ -17,7 +17,7 @@ import pytest
 from flows.interrupted import alive
 from tasks.ledger import Attempt
 from tests.flows.stage import Stage, staged, wait_until
-from tests.prefect_api import Server, ask
+from tests.prefect_api import Server
 from tests.sshds import Site
 
 MINUTES = float(os.environ.get("DFLASH_SOAK_MINUTES", "30"))
@@ -106,7 +106,7 @@ def test_every_checkpoint_has_one_result_whatever_is_killed(stage: Stage, capsys
     started = Counter(begun(stage).read_text().split())
     assert set(started.values()) == {1}, "an evaluation was started twice"
 
-    grown, runs = stage.database_size() - before, ended_runs(stage)
+    grown, runs = stage.database_size() - before, stage.ended_runs()
     with capsys.disabled():
         print(f"\nsoak: {saved} checkpoints, {dict(faults.count)}, {len(stage.served)} lives of serve")
         print(f"soak: {grown.told(runs)}")
@@ -129,8 +129,3 @@ def over(stage: Stage, saved: int) -> bool:
     results = [ledger.attempts(seen.identity) for seen in known]
     done = [attempts for attempts in results if any(one.state in ("evaluated", "superseded") for one in attempts)]
     return len(done) == saved and not ledger.open_attempts()
-
-
-def ended_runs(stage: Stage) -> int:
-    """How many runs there were."""
-    return int(ask(stage.api, "flow_runs/count", {"flow_runs": {"state": {"type": {"not_any_": ["SCHEDULED"]}}}}))
