@@ -17,7 +17,7 @@ from dflash.checkpoint_layout import CheckpointError
 from dflash.distributed_checkpoint import METADATA
 from dflash.errors import DFlashError
 from dflash.manifest import CONFIG, DRAFTER, MANIFEST
-from tasks.actions import escape, is_text
+from tasks.actions import PathError, escape, is_text, normalise_path
 from tasks.approvals import Approval
 from tasks.channel import RequestFailed
 from tasks.ends import Pool, Reader, ReadSource, is_missing, open_reader
@@ -241,8 +241,11 @@ def _to_recheck(found: Sequence[_Candidate], memory: Memory) -> list[_Candidate]
 def _examined(reader: Reader, source: Location, candidate: _Candidate, known: Known | None, now: float) -> Known | None:
     """What is known of it now; None when it has gone meanwhile."""
     same = known if known is not None and known.state == candidate.state else None
+    path = _below(source, candidate.name)
+    if unnameable := _unnameable(path):
+        return _unfinished(candidate, same, now, unnameable)
     try:
-        place = ReadSource(reader, Location(source.host, _below(source, candidate.name)))
+        place = ReadSource(reader, Location(source.host, path))
         inside = _digest(place.look()) if candidate.directory and not candidate.sealed else ""
         if same is not None and same.kind == "whole" and same.inside == inside:
             return same
@@ -281,6 +284,15 @@ def _unfinished(candidate: _Candidate, known: Known | None, now: float, reason: 
     tries = 0 if known is None else known.tries + 1
     inside = "" if known is None else known.inside
     return Known(candidate.state, "unfinished", now, inside, tries=tries, reason=reason)
+
+
+def _unnameable(path: str) -> str:
+    """Why no action can name what lies at ``path``, so that it could not be evaluated; empty when one can."""
+    try:
+        named = normalise_path(path)
+    except PathError as error:
+        return str(error)
+    return "" if named == path else f"path '{escape(path)}' is not in Unicode's composed form (NFC): rename it"
 
 
 def _is_checkpoint(names: set[str]) -> bool:

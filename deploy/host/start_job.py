@@ -36,11 +36,11 @@ ASKED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SI
 
 def main(arguments):
     settings, command = json.loads(arguments[0]), arguments[1:]
-    keeper = os.getppid()
+    folder, keeper = settings["folder"], os.getppid()
     scope = os.environ.pop(IN_SCOPE, None) or enter_scope(settings["job"], arguments)
     about = {**settings, "command": command, "scope": scope, "code": {path: digest(path) for path in settings["code"]}}
     try:
-        write_whole(f"{settings['folder']}/launch.json", {**about, "started": time.time()})
+        write_whole(f"{folder}/launch.json", {**about, "started": time.time()})
     except OSError as error:
         sys.exit(f"launch.json: {error.strerror}; nothing was started: mend that (make room, where the disk is full)")
     me = pwd.getpwuid(os.getuid())
@@ -58,10 +58,10 @@ def main(arguments):
         for each in ASKED:
             signal.signal(each, lambda *_: None)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED)
-        code = wait(child, settings["folder"], keeper)
+        code = wait(child, folder, keeper)
         end_others()
     if os.getppid() != keeper:
-        write_whole(f"{settings['folder']}/exit", {"exit": code, "ended": time.time()})
+        write_whole(f"{folder}/exit", {"exit": code, "ended": time.time()}, room=f"{folder}/heartbeat")
     end_as(code)
 
 
@@ -170,10 +170,12 @@ def file_digest(path):
     return sha256.hexdigest()
 
 
-def write_whole(path, content):
-    partial = f"{path}.{os.getpid()}"
+def write_whole(path, content, room=""):
+    """``room`` becomes it, where that is there: its block can be written on a full disk as well."""
+    has_room = os.path.isfile(room)
+    partial = room if has_room else f"{path}.{os.getpid()}"
     try:
-        with open(partial, "w", encoding="utf-8") as file:
+        with open(partial, "r+" if has_room else "w", encoding="utf-8") as file:
             json.dump(content, file)
             file.flush()
             os.fsync(file.fileno())

@@ -13,6 +13,7 @@ import pytest
 from tasks import process
 from tasks.actions import FileDigest, Launch, Signal
 from tests.changing import approve_change, launch_of
+from tests.disks import fill, small_disk
 from tests.gate_talk import Changes, Program, ended, wait_for
 from tests.sshds import GATE, Operator
 
@@ -127,6 +128,18 @@ def test_the_heart_of_a_job_beats(changes: Changes, jobs: Path, tmp_path: Path) 
     heartbeat.unlink()
     assert changes.of(changes.named(Signal, jobs=str(jobs), job="train-1", signal="KILL"))[0] == 0
     assert _exit_of(jobs) == -9
+
+
+def test_how_a_job_ended_is_written_down_on_a_full_disk_too(changes: Changes, tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk:
+        go, jobs = tmp_path / "go", disk / "jobs"
+        jobs.mkdir()
+        script = 'while [ ! -e "$1" ]; do sleep 0.05; done; exit 7'
+        assert changes.of(launch_of(changes.host, jobs, script, str(go)))[0] == 0
+        fill(disk)
+        go.touch()
+        assert _exit_of(jobs) == 7
+        assert sorted(file.name for file in (jobs / "train-1").iterdir()) == ["exit", "job.json", "output.log"]
 
 
 def test_a_signal_reaches_the_processes_of_a_job(changes: Changes, jobs: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tasks.environments import program
+from tests.disks import small_disk
 from tests.wheelhouses import sha256, small_wheel, stand_in_pip
 
 KILLED = """
@@ -282,20 +283,13 @@ def test_without_room_nothing_is_begun(bench: Bench) -> None:
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 12 MB of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount")
-    place = tmp_path / "disk"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", place], check=False).returncode:
-        pytest.skip("nothing can be mounted here")
-    yield place
-    subprocess.run(["umount", "-l", place], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "12m") as place:
+        yield place
 
 
-def test_a_disk_that_fills_up_is_named_and_nothing_half_made_stays(small_disk: Path) -> None:
-    bench = Bench(small_disk)
+def test_a_disk_that_fills_up_is_named_and_nothing_half_made_stays(disk: Path) -> None:
+    bench = Bench(disk)
     bench.build(bench.spec("good"))
     filling = "import pathlib; pathlib.Path(__file__).with_name('filling').write_bytes(bytes(1 << 24))"
     said = bench.build(bench.spec("filling", body=filling))

@@ -201,6 +201,18 @@ def test_a_file_that_only_sounds_like_a_checkpoint_is_named_with_what_it_is(fold
     assert "neither a torch.save file nor safetensors" in found.unfinished[str(folder.path / "notes.pt")]
 
 
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [("run\n2", "holds a NUL or a line break"), ("la\u0308uft", "is not in Unicode's composed form")],
+)
+def test_what_no_action_can_name_does_not_count_and_says_why(folder: Folder, name: str, why: str) -> None:
+    checkpoints.step(folder.path / name, 1)
+    found = folder.settled()
+    assert (found.appeared, found.whole) == ((), 0)
+    (told,) = found.unfinished.values()
+    assert why in told
+
+
 def test_what_is_deleted_has_vanished_and_comes_back_as_itself(folder: Folder) -> None:
     directory = checkpoints.step(folder.path, 1)
     (whole,) = folder.look().appeared

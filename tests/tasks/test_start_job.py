@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import pytest
 
 from tasks import process
 from tasks.process import DEVNULL, Popen
+from tests.disks import fill, small_disk
 from tests.gate_talk import ended, wait_for
 
 SYSTEMD_RUN = """\
@@ -36,7 +37,7 @@ class Job:
         text = files("deploy").joinpath("host", "start_job.py").read_text("utf-8")
         # the marks of lingering users lie where only root can put one
         self.program.write_text(text.replace("/var/lib/systemd/linger", str(folder / "linger")))
-        (folder / "heartbeat").touch()
+        (folder / "heartbeat").write_text("{}")
         self.bin = folder / "bin"
         self.bin.mkdir()
         self.running: list[Popen[bytes]] = []
@@ -76,14 +77,20 @@ class Job:
         return json.loads(wait_for(lambda: file.exists() and file.read_text()))
 
 
-@pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
-    made = Job(tmp_path)
+@contextmanager
+def job_in(folder: Path) -> Iterator[Job]:
+    made = Job(folder)
     yield made
     for running in made.running:
         with suppress(ProcessLookupError):
             os.killpg(running.pid, signal.SIGKILL)
         running.wait()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Job]:
+    with job_in(tmp_path) as made:
+        yield made
 
 
 def test_the_command_gets_its_arguments_and_environment_and_its_end_is_passed_on(job: Job) -> None:
@@ -184,19 +191,31 @@ def test_what_the_command_leaves_for_a_moment_may_finish(job: Job) -> None:
     assert (job.folder / "finished").exists()
 
 
-def test_when_the_keeper_is_gone_its_work_goes_on(job: Job) -> None:
-    job.impatient(beat=0.05)
-    keeper = job.start(
-        "sh", "-c", "echo $$ > pid.new; mv pid.new pid; while [ ! -e go ]; do sleep 0.02; done; exit 6",
-        between=(sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])"),
-    )  # fmt: skip
+def orphaned(job: Job, code: int) -> None:
+    """Start a command that ends with ``code`` when there is ``go``, and kill its keeper."""
+    waiting = f"echo $$ > pid.new; mv pid.new pid; while [ ! -e go ]; do sleep 0.02; done; exit {code}"
+    between = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
+    keeper = job.start("sh", "-c", waiting, between=between)
     wait_for((job.folder / "pid").exists)
     keeper.kill()
     keeper.wait()
+
+
+def test_when_the_keeper_is_gone_its_work_goes_on(job: Job) -> None:
+    job.impatient(beat=0.05)
+    orphaned(job, 6)
     os.utime(job.folder / "heartbeat", (1, 1))
     wait_for(lambda: (job.folder / "heartbeat").stat().st_mtime > 1)
     (job.folder / "go").touch()
     assert job.read("exit")["exit"] == 6
+
+
+def test_without_a_keeper_the_end_is_written_on_a_full_disk_too(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", "256k") as disk, job_in(disk) as job:
+        orphaned(job, 6)
+        fill(disk)
+        (job.folder / "go").touch()  # an empty file takes no block
+        assert job.read("exit")["exit"] == 6
 
 
 def test_with_a_user_manager_that_stays_the_job_has_a_scope_of_its_own(job: Job) -> None:

@@ -3,7 +3,6 @@
 import errno
 import json
 import os
-import subprocess  # mounts a file system that is soon full
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from dflash.training.checkpointing import (
     steps_of,
 )
 from dflash.training.run_config import CheckpointSection
+from tests.disks import small_disk
 
 
 def _fill(size: int = 8, **metrics: Any) -> Callable[[Path], Mapping[str, Any]]:
@@ -88,23 +88,13 @@ def test_what_the_machine_refuses_is_told_apart(tmp_path: Path, error: Exception
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB."""
-    if os.geteuid() != 0:
-        pytest.skip("only root may mount a file system")
-    place = tmp_path / "disk"
-    place.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True, check=False
-    )
-    if mounted.returncode:
-        pytest.skip(f"this container may not mount a file system: {mounted.stderr.decode()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", "256k") as place:
+        yield place
 
 
 @pytest.mark.parametrize("culprit", ["drafter", "state"])
-def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path, culprit: str) -> None:
+def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(disk: Path, culprit: str) -> None:
     def large(directory: Path) -> Mapping[str, Any]:
         _fill()(directory)
         if culprit == "drafter":  # safetensors has its own way to fail
@@ -114,14 +104,14 @@ def test_a_disk_that_is_really_full_keeps_the_checkpoint_before(small_disk: Path
                 torch.save({"masters": torch.ones(100_000)}, file)
         return {}
 
-    _save(small_disk, 1)
+    _save(disk, 1)
     with pytest.raises(DiskFullError, match="step_2 could not be written: the disk is full"):
-        save(small_disk, 2, large, recipe={})
-    whole = newest_whole(small_disk, warn=_no_warning)
+        save(disk, 2, large, recipe={})
+    whole = newest_whole(disk, warn=_no_warning)
     assert whole is not None
     assert whole.path.name == "step_1"
-    assert [path.name for path in small_disk.iterdir()] == ["step_1"]
-    _save(small_disk, 2)
+    assert [path.name for path in disk.iterdir()] == ["step_1"]
+    _save(disk, 2)
 
 
 def test_the_newest_whole_one_is_found_by_number(tmp_path: Path) -> None:
