@@ -16,6 +16,9 @@ FLA   := .venv-fla
 PYTHON ?= $(shell for python in python3.13 python3.12 python3.11 python3; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { command -v $$python; break; }; done)
 
+# a thousand processes of the demo and the tests would each compile what they import
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo test test-slow check venv fla-env peers system test-system lab lab-down clean
 
 demo: $(STAMP)

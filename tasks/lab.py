@@ -352,6 +352,7 @@ class Lab:
             pid_file=self.seen(host.name, "/run/sshd.pid"),
             strict_modes="yes" if self.privileged else "no",
             authorized_keys="none" if host.name == TRAINING else f"{keys}/authorized_keys",
+            home=self.seen(host.name, "/root"),
             path=session_path(),
             penalties=penalties,
             match=match,

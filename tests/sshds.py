@@ -52,6 +52,10 @@ KbdInteractiveAuthentication no
 AuthorizedKeysFile {authorized_keys}
 Subsystem sftp internal-sftp
 MaxStartups 100:30:200
+# a shell would read the start files of whoever runs the tests
+SetEnv HOME={home}
+# the exchange that is newer takes a tenth of a second, and there are thousands of sessions; the lab's sshds have it
+KexAlgorithms curve25519-sha256,curve25519-sha256@libssh.org
 {more}
 """
 
@@ -280,6 +284,7 @@ def _start(sshd: str, folder: Path, address: str, *, authorized_keys: str, more:
             address=address,
             host_keys="\n".join(f"HostKey {key}" for key in keys),
             authorized_keys=authorized_keys,
+            home=folder,
             more=_penalties(sshd, keys[0]) + more,
         )
     )

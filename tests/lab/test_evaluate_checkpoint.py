@@ -3,9 +3,7 @@
 import json
 import os
 import shutil
-import socket
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,7 @@ from tasks import process
 from tasks.evaluation import Suite, plan_evaluation
 from tasks.lab import CHECKPOINTS, MODELS, Lab
 from tasks.ssh import Connector
-from tests.prefect_api import ask, healthy
+from tests.prefect_api import LEAN, Server, ask, running
 from tests.tiny import Pair
 
 # a Prefect server takes minutes to start on a machine that has much to do, and so does an evaluation
@@ -49,26 +47,9 @@ def checkpoint(furnished: Lab, training_checkpoints: Path, request: pytest.Fixtu
 
 @pytest.fixture(scope="module")
 def server(lab: Lab, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The API address of a Prefect server of this module's own."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    home = tmp_path_factory.mktemp("prefect")
-    environment = {**os.environ, "PREFECT_HOME": str(home), "PREFECT_SERVER_ANALYTICS_ENABLED": "false"}
-    command = [sys.executable, "-m", "prefect", "server", "start", "--host", "127.0.0.1", "--port", str(port)]
-    with (home / "server.log").open("wb") as log:
-        running = process.start(command, env=environment, stdout=log, stderr=log, start_new_session=True)
-    api = f"http://127.0.0.1:{port}/api"
-    try:
-        deadline = time.monotonic() + 400
-        while not healthy(api):
-            assert running.poll() is None, (home / "server.log").read_text()
-            assert time.monotonic() < deadline, "the Prefect server did not come up"
-            time.sleep(0.5)
-        yield api
-    finally:
-        running.terminate()
-        running.wait(30)
+    """The API address of a Prefect server of this module's own, in the lab's network."""
+    with running(Server(tmp_path_factory.mktemp("prefect"), **LEAN)) as started:
+        yield started.api
 
 
 def test_a_checkpoint_gets_its_number_though_its_source_is_gone(
