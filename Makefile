@@ -25,7 +25,7 @@ demo: $(STAMP)
 	$(BIN)/dflash-ops demo $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m 'not slow' -n 3 --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest -m 'not slow' -n 4 --no-loadscope-reorder $(ARGS)
 
 test-slow: $(STAMP) $(FLA)/.installed
 	$(BIN)/python -m pytest -m slow $(ARGS)
