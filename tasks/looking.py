@@ -41,6 +41,7 @@ RECHECKED = 8
 """Known folders without a manifest that one look goes into again: a trainer may have written over their files."""
 SETTLED_SECONDS = 20.0
 LONGEST_PAUSE = 3600.0
+UNNAMED = "no action can name it: its path holds a line break, or is not in Unicode's composed form (NFC); rename it"
 
 
 class NoSuchFolderError(DFlashError):
@@ -192,8 +193,15 @@ class _Walk:
 
 def _examine(sessions: Pool[Reader], source: Location, found: Sequence[_Candidate], memory: Memory, now: float) -> int:
     """Look into those that are new, changed or due again, the newest first; how many were left for the next time."""
-    wanted = sorted((one for one in found if _is_due(one, memory, now)), key=lambda one: -one.mtime_ns)
-    wanted += _to_recheck(found, memory)
+    named = []
+    for one in found:
+        known = memory.entries.get(one.name)
+        if _is_named(source, one.name):
+            named.append(one)
+        elif known is None or known.reason != UNNAMED:
+            memory.entries[one.name] = Known(one.state, "unfinished", now, reason=UNNAMED)
+    wanted = sorted((one for one in named if _is_due(one, memory, now)), key=lambda one: -one.mtime_ns)
+    wanted += _to_recheck(named, memory)
     opened = 0
     for done, candidate in enumerate(wanted):
         if done >= MOST_EXAMINED or opened >= MOST_SESSIONS:
@@ -241,11 +249,8 @@ def _to_recheck(found: Sequence[_Candidate], memory: Memory) -> list[_Candidate]
 def _examined(reader: Reader, source: Location, candidate: _Candidate, known: Known | None, now: float) -> Known | None:
     """What is known of it now; None when it has gone meanwhile."""
     same = known if known is not None and known.state == candidate.state else None
-    path = _below(source, candidate.name)
-    if unnameable := _unnameable(path):
-        return _unfinished(candidate, same, now, unnameable)
     try:
-        place = ReadSource(reader, Location(source.host, path))
+        place = ReadSource(reader, Location(source.host, _below(source, candidate.name)))
         inside = _digest(place.look()) if candidate.directory and not candidate.sealed else ""
         if same is not None and same.kind == "whole" and same.inside == inside:
             return same
@@ -286,13 +291,13 @@ def _unfinished(candidate: _Candidate, known: Known | None, now: float, reason: 
     return Known(candidate.state, "unfinished", now, inside, tries=tries, reason=reason)
 
 
-def _unnameable(path: str) -> str:
-    """Why no action can name what lies at ``path``, so that it could not be evaluated; empty when one can."""
+def _is_named(source: Location, name: str) -> bool:
+    """Whether an action can name what lies there, as it has to; what lies on this machine needs none."""
+    path = _below(source, name)
     try:
-        named = normalise_path(path)
-    except PathError as error:
-        return str(error)
-    return "" if named == path else f"path '{escape(path)}' is not in Unicode's composed form (NFC): rename it"
+        return source.host is None or normalise_path(path) == path
+    except PathError:
+        return False
 
 
 def _is_checkpoint(names: set[str]) -> bool:

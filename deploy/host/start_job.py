@@ -170,20 +170,25 @@ def file_digest(path):
     return sha256.hexdigest()
 
 
-def write_whole(path, content, room=""):
-    """``room`` becomes it, where that is there: its block can be written on a full disk as well."""
-    has_room = os.path.isfile(room)
-    partial = room if has_room else f"{path}.{os.getpid()}"
+def write_whole(path, content, room=None):
+    """``room`` becomes it where there is no place for a new file: that has its block, also where the disk is full."""
+    partial = f"{path}.{os.getpid()}"
     try:
-        with open(partial, "r+" if has_room else "w", encoding="utf-8") as file:
-            json.dump(content, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(partial, path)
+        write_into(partial, "w", content)
     except OSError:
         with contextlib.suppress(OSError):
             os.unlink(partial)
-        raise
+        if room is None:
+            raise
+        write_into(partial := room, "r+", content)
+    os.rename(partial, path)
+
+
+def write_into(path, mode, content):
+    with open(path, mode, encoding="utf-8") as file:
+        json.dump(content, file)
+        file.truncate()
+        os.fsync(file.fileno())
 
 
 if __name__ == "__main__":
