@@ -80,11 +80,13 @@ class Job:
 @contextmanager
 def job_in(folder: Path) -> Iterator[Job]:
     made = Job(folder)
-    yield made
-    for running in made.running:
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
-        running.wait()
+    try:
+        yield made
+    finally:
+        for running in made.running:
+            with suppress(ProcessLookupError):
+                os.killpg(running.pid, signal.SIGKILL)
+            running.wait()
 
 
 @pytest.fixture
@@ -191,9 +193,9 @@ def test_what_the_command_leaves_for_a_moment_may_finish(job: Job) -> None:
     assert (job.folder / "finished").exists()
 
 
-def orphaned(job: Job, code: int) -> None:
-    """Start a command that ends with ``code`` when there is ``go``, and kill its keeper."""
-    waiting = f"echo $$ > pid.new; mv pid.new pid; while [ ! -e go ]; do sleep 0.02; done; exit {code}"
+def start_and_kill_the_keeper(job: Job) -> None:
+    """The command goes on without its keeper, until there is ``go``, and then ends with 6."""
+    waiting = "echo $$ > pid.new; mv pid.new pid; while [ ! -e go ]; do sleep 0.02; done; exit 6"
     between = (sys.executable, "-c", "import subprocess, sys; subprocess.run(sys.argv[1:])")
     keeper = job.start("sh", "-c", waiting, between=between)
     wait_for((job.folder / "pid").exists)
@@ -203,7 +205,7 @@ def orphaned(job: Job, code: int) -> None:
 
 def test_when_the_keeper_is_gone_its_work_goes_on(job: Job) -> None:
     job.impatient(beat=0.05)
-    orphaned(job, 6)
+    start_and_kill_the_keeper(job)
     os.utime(job.folder / "heartbeat", (1, 1))
     wait_for(lambda: (job.folder / "heartbeat").stat().st_mtime > 1)
     (job.folder / "go").touch()
@@ -212,7 +214,7 @@ def test_when_the_keeper_is_gone_its_work_goes_on(job: Job) -> None:
 
 def test_without_a_keeper_the_end_is_written_on_a_full_disk_too(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", "256k") as disk, job_in(disk) as job:
-        orphaned(job, 6)
+        start_and_kill_the_keeper(job)
         fill(disk)
         (job.folder / "go").touch()  # an empty file takes no block
         assert job.read("exit")["exit"] == 6
